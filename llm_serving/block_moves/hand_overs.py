@@ -117,7 +117,7 @@ class HandOvers(BlockMover):
 
     @property
     def costs(self) -> tuple[float | None, float | None]:
-        """The learned seconds per token of a prefill and seconds per moved block. None before a measurement."""
+        """(seconds per prefilled token, seconds per moved block), as measured. Each is None before a measurement."""
         return self._prefill.seconds_per_unit, self._move.seconds_per_unit
 
     # The scheduler calls the following methods.

@@ -65,7 +65,7 @@ class StepMasks:
         self._newest: dict[Request, int] = {}
         """For each constrained request: the number of the latest step in flight that samples a token for it."""
         self._waiting: dict[int, list[tuple[_Pending, int, Request]]] = {}
-        """The masks that wait for the result of a step, by the number of this step."""
+        """By the number of a step: the masks that need its result, as (masks of their own step, index, request)."""
 
     @property
     def in_use(self) -> bool:

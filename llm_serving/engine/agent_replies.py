@@ -40,8 +40,8 @@ class AgentReplies:
         """Starts a profile of the agents of all ready replicas, or stops it if ``folder`` is None.
 
         ``number`` is the number of the command. Returns the answers that are known immediately. If an earlier command
-        has no answer yet, this command replaces it, and the result has its answer. If no replica is ready, the result
-        has the answer to this command.
+        has no answer yet, this command replaces it, and the result has the answer to the earlier command. If no replica
+        is ready, the result has the answer to this command.
         """
         answers: list[ProfileAnswer] = []
         for index in sorted(self._profiling):

@@ -412,7 +412,7 @@ class AsyncEngine:
         return keep_recording(recording_folder(self.config, replica), reason) if self._recorders else None
 
     def _closed(self, opened: OpenRequest) -> None:
-        """Handles the ``close`` of a request's reader: abort the request if it has not ended.
+        """Handles a reader's call of ``OpenRequest.close``. Aborts the request if it has not ended.
 
         The request id stays in use until the engine has ended the request.
         """

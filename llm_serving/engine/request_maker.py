@@ -24,8 +24,11 @@ class RequestMaker:
         self._end_token_ids = frozenset(config.end_token_ids)
         has_processors = bool(config.model_config.logits_processors)
         self._free = TokenRules(config.shape.vocab_size) if has_processors else None
-        """A constraint that allows every token, for requests without their own. None without logits processors. Agents
-        run logits processors only for sequences with a mask, so each request then needs a constraint."""
+        """Rules that allow every token. None without logits processors.
+
+        Agents run logits processors only for sequences with a mask. So requests without their own constraint get one
+        with these rules.
+        """
 
     def constraint(self) -> Constraint | None:
         """Returns the constraint for a request without its own. None if the model has no logits processors."""

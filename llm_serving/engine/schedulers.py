@@ -40,8 +40,8 @@ def make_schedulers(
 ) -> tuple[list[Scheduler], list[FlightRecorder]]:
     """Returns a scheduler for each of ``count`` replicas, and the flight recorders that wrap them.
 
-    ``observers`` has the observer of each replica's prefix cache, or nothing. Each scheduler that has a recorder is
-    replaced by the recorder.
+    ``observers`` has the observer of each replica's prefix cache, or is empty. If a scheduler has a recorder, the first
+    list has the recorder instead of the scheduler.
     """
     limits, schedulers, recorders = scheduler_limits(config), list[Scheduler](), list[FlightRecorder]()
     for index in range(count):

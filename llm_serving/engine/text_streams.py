@@ -65,7 +65,7 @@ class TextStreams:
     ) -> list[RequestOutput]:
         """Returns the next pieces of each updated request, for the result of a step that verified drafts.
 
-        Such a result may have several tokens of a request. If one of them ends the text, the later ones are dropped.
+        The result may have several tokens of a request. If one of them ends the text, the later ones are dropped.
         """
         outputs: list[RequestOutput] = []
         cut: Request | None = None

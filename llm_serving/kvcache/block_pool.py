@@ -103,7 +103,7 @@ class BlockPool:
         same content and parent, returns that block, and ``block`` is not cached.
 
         If a cached block has the same hash but another content or parent, ``block`` replaces it in the prefix cache.
-        The two blocks are then a hash collision, or the replaced block's parent is no longer cached.
+        The cause is a hash collision, or the parent of the replaced block has left the prefix cache.
         """
         index = self.index
         other = index.block_of(block_hash)

@@ -233,7 +233,7 @@ class KVCacheManager:
     def snapshot(self, contents: list[bytes]) -> dict[str, Any]:
         """Returns the state of the pools and of the prefix cache as plain data.
 
-        The data have ``contents[block]`` instead of the tokens of each block.
+        The data have ``contents[block]`` instead of the tokens of each block: in a flight recording, pseudonyms.
         """
         contiguous, prefix_cache = self._contiguous, self._prefix_cache
         return {
@@ -248,7 +248,7 @@ class KVCacheManager:
     def restore(self, state: dict[str, Any]) -> int:
         """Restores the state that ``snapshot`` returned.
 
-        Returns the number of cached blocks that lookups can no longer find.
+        Returns the number of cached blocks that lookups can no longer find, because their parents are not cached.
         """
         self._pool.restore(state["pool"])
         if self._contiguous is not None:
@@ -259,9 +259,11 @@ class KVCacheManager:
         return 0 if self._prefix_cache is None else self._prefix_cache.restore(state["prefix_cache"])
 
     def check_integrity(self, block_tables: list[list[int]], host_tables: Sequence[list[int]] = ()) -> None:
-        """Raises AssertionError unless each usable block is free, in a block table, or the source of a copy.
+        """Raises AssertionError unless each usable block is either free or held, and each host block is either free or
+        in one of ``host_tables``.
 
-        The cost is proportional to the number of held blocks.
+        Block tables, copies under way, and moves to and from KV tiers hold blocks. The cost is proportional to the
+        number of held blocks.
         """
         held = [block for table in block_tables for block in table]
         held += self._copies.sources()
@@ -276,9 +278,9 @@ class KVCacheManager:
         which only the first tokens match.
 
         If the tail's block is free and has only the matching tokens, the sequence continues in this block. Otherwise
-        the block is copied. The copy of a free block needs one more block than the sequence, so ``spare`` must not be
-        0. ``spare`` is the number of free blocks that the sequence does not need. If the block cannot be copied, its
-        tokens are computed again.
+        the block is copied. ``spare`` is the number of free blocks that the sequence does not need. The copy of a free
+        block takes one of them, because the source is held during the copy. If the block cannot be copied, the sequence
+        computes its tokens again.
         """
         num_tokens = len(block_table) * self.block_size
         if tail is None:

@@ -213,9 +213,9 @@ class PrefixCache:
         return {"counters": counters, "index": self._index.snapshot(contents), "fresh": fresh}
 
     def restore(self, state: dict[str, Any]) -> int:
-        """Restores the state that ``snapshot`` returned. Returns the number of blocks that lookups can no longer find.
+        """Restores the state that ``snapshot`` returned. The caller must then restore chains with ``restore_chain``.
 
-        The caller must then restore all chains with ``restore_chain``.
+        Returns the number of blocks that lookups can no longer find, because their parents are not cached.
         """
         self.epoch, self.num_query_tokens, self.num_hit_tokens = state["counters"]
         self._announced = {}

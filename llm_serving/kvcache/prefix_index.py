@@ -133,10 +133,10 @@ class PrefixIndex:
             yield entry, block, self._parents[block], self._contents[block]
 
     def snapshot(self, contents: list[bytes]) -> dict[str, Any]:
-        """Returns the entries as plain data. For each parent, the data have the blocks that follow it, in order.
+        """Returns the entries as plain data, and for each parent the blocks that follow it, in order of their addition.
 
-        The data have ``contents[block]`` instead of the tokens of each block. For the hash of a block, the data only
-        state whether it exists. ``restore`` computes the hashes from the tokens.
+        The data have ``contents[block]`` instead of the tokens of each block. They say whether a block has a hash, but
+        not which: ``restore`` computes the hashes from the tokens.
         """
         return {
             "entries": self.entries.copy(),

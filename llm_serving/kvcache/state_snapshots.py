@@ -2,8 +2,8 @@
 
 A snapshot has the state of a sequence after its first full blocks, so that another sequence with the same blocks can
 resume there. A snapshot belongs to the index entry of the last of these blocks: an entry identifies all tokens up to
-the end of its block. If the block leaves the prefix cache, also because the agent was lost, no lookup finds the entry
-again. Then the snapshot is the first to be evicted.
+the end of its block. When the block leaves the prefix cache, or the agent is lost, no lookup finds the entry again. The
+snapshot is then evicted before the snapshots of cached blocks.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ LONGEST_STEP = 2.0
 """Maximum time of a step while sequences decode, as a multiple of the objective for the time between tokens."""
 
 MIN_LEAD_S = 0.002
-"""Seconds before the end of the running step at which the next step is sent while light keys are active."""
+"""Minimum seconds from sending a step to the expected end of the running step, while light keys are active."""
 
 _MARGIN = 0.1
 """Fraction of an objective that is left for the time of the host and for variations between steps."""
@@ -66,7 +66,7 @@ _MARGIN = 0.1
 class _Pace:
     """Limits for the time of the next step, from the objectives of the decoding sequences.
 
-    Ignores sequences that will miss their objective in any case.
+    ``step_s`` and ``slack_s`` ignore sequences that will miss their objective in any case.
     """
 
     num_decoding: int
@@ -76,7 +76,7 @@ class _Pace:
     slack_s: float
     """Maximum time of the step if the mean time between tokens of each sequence stays within its objective."""
     longest_s: float
-    """Maximum time of the step in any case, for all sequences."""
+    """``LONGEST_STEP`` times the shortest objective of all decoding sequences. The step must not take longer."""
 
 
 class Slo(MixedPolicy):
@@ -218,8 +218,8 @@ class Slo(MixedPolicy):
         return max(steady, self._tokens_within(min(pace.slack_s, pace.longest_s), pace, maximum))
 
     def _tokens_within(self, seconds: float, pace: _Pace, maximum: int) -> int:
-        """Returns how many prompt tokens fit a step of ``seconds`` in addition to the decoding sequences: 1 to
-        ``maximum``.
+        """Returns how many prompt tokens, from 1 to ``maximum``, a step of ``seconds`` can compute in addition to the
+        tokens of the decoding sequences.
         """
         seconds = min(seconds, pace.longest_s)
         if seconds == float("inf"):
@@ -263,9 +263,10 @@ class Slo(MixedPolicy):
     def _limit_intake(self, pace: _Pace, budget: int, max_starts: int | None) -> None:
         """Limits how many waiting requests the intake accepts, so that accepted requests keep their objectives.
 
-        The limit is the smaller of two numbers. ``max_starts`` requests can start while running sequences keep their
-        time between tokens. The other number is how many prompts of mean length can be computed within the objective
-        for the first token.
+        The limit is the smaller of two numbers:
+
+        * ``max_starts``: with more starts, running sequences would miss their time between tokens.
+        * The number of prompts of mean length that can be computed within the objective for the first token.
         """
         intake = self._state.intake
         if not intake:
@@ -289,7 +290,8 @@ class Slo(MixedPolicy):
     def _due(self, sequence: Sequence) -> float:
         """Returns the time at which the next token of a sequence is due.
 
-        The due time follows from the objective for the time to first token, or for the time between tokens.
+        Before the first token, this is the arrival time plus the objective for the time to first token. Afterwards, it
+        is the time of the first token, plus one objective for the time between tokens for each output token.
         """
         request = sequence.request
         if request.first_token_time is not None:

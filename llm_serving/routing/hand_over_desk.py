@@ -135,7 +135,7 @@ class HandOverDesk:
         self._grant_all()
 
     def distrust(self, replica: RoutedReplica) -> None:
-        """Gives the blocks that a replica has filled new headers, so that no replica accepts their contents."""
+        """Renews the headers of pool blocks that a replica has filled, so that no replica accepts their contents."""
         for lease in self._leases:
             if lease.source == replica.index:
                 self._pool.renew_headers(lease)

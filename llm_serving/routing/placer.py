@@ -61,7 +61,7 @@ class Placer:
         self._groups: OrderedDict[str, RoutedReplica] = OrderedDict()
         self._next_index = 0
         self._with_new: set[int] = set()
-        """Indices of the replicas at which a request that never ran may wait."""
+        """Indices of the replicas that may have waiting requests that never ran. All others have none."""
         self._blocked: tuple[Entry, bool, list[Capacity]] | None = None
         """The last attempt in which no replica could start the first request: the request, whether the request was
         late, and the capacities of the replicas. None before the first of these attempts.
@@ -124,7 +124,7 @@ class Placer:
         self, entry: Entry, live: list[RoutedReplica], surveys: dict[int, Survey], *, may_probe: bool = True
     ) -> tuple[list[Candidate], tuple[RoutedReplica, Placed] | None]:
         """Returns the candidates for a request, and the chosen replica with the reason. The second value is None if no
-        replica can start the request. ``PrefillSplit.for_prompt`` describes ``may_probe``.
+        replica can start the request. With ``may_probe``, some prompts are handed over only to measure hand-overs.
         """
         split = self._split
         if split is None:

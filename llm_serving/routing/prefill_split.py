@@ -96,10 +96,10 @@ class PrefillSplit:
     def for_prompt(
         self, entry: Entry, num_uncached: int, live: list[RoutedReplica], *, may_probe: bool
     ) -> list[RoutedReplica]:
-        """Returns the replicas that should compute a prompt, or [] if any replica that decodes may compute it. Only a
-        long prompt, for which a hand-over pays, gets special replicas. ``num_uncached`` is the number of its tokens
-        that no prefix cache has. With ``may_probe``, a few prompts are handed over although it does not pay, to measure
-        hand-overs.
+        """Returns the replicas that should compute a prompt. [] means any replica that decodes.
+
+        The result is [] unless a hand-over of the prompt pays, which depends on ``num_uncached``: the number of tokens
+        that no prefix cache has. With ``may_probe``, some prompts are handed over only to measure hand-overs.
         """
         decoders = self.decoders(live)
         if len(decoders) == len(live) or not self._may_move(entry):

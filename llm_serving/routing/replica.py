@@ -76,7 +76,7 @@ class Survey:
         self.capacity = replica.scheduler.capacity()
         self.load = 0
         self.num_waiting_tokens = 0
-        """Sum over the replica's requests that no step has computed yet: their tokens that the prefix cache lacks."""
+        """Number of uncached tokens of the replica's requests that have not run yet."""
         for entry in replica.entries.values():
             self.load += entry.num_uncomputed_tokens
             if not entry.has_run:

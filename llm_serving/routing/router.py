@@ -165,8 +165,9 @@ class Router:
         return not replica.entries and (self._desk is None or not self._desk.uses_pool_of(replica))
 
     def take_placed(self, now: float) -> list[int]:
-        """Returns the indices of replicas at which requests were placed after the replica's last ``schedule``, and
-        clears this list. First places the requests whose blocks have arrived from other machines or cannot arrive.
+        """Returns and forgets the indices of the replicas that got requests after their last ``schedule``.
+
+        Before this, places the requests whose blocks have arrived from other machines or cannot arrive.
         """
         while self._desk is not None and self._desk.settle(now):
             self._placer.place(now)

@@ -117,7 +117,7 @@ class StepComposer(Stateful):
         return in_flight.add(step, sequences, first_chunk=len(sequences))
 
     def _send_decode_or_drafts(self, sequences: list[Sequence], reason: StepReason) -> ScheduledStep:
-        """Returns the decode step of these sequences. The step verifies their drafts if entries and blocks are free."""
+        """Returns the decode step of these sequences. It verifies the drafts that fit the step and the blocks."""
         step = verify_drafts(self._state, sequences, reason) if self._state.may_have_drafts else None
         return step or self.send_decode(sequences, reason)
 

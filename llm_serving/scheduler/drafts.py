@@ -20,10 +20,10 @@ def offer_drafts(state: SchedulerState, offers: Iterable[tuple[str, list[int]]])
 
 
 def with_drafts(state: SchedulerState, sequences: list[Sequence]) -> list[Sequence]:
-    """Returns the sequence of each entry of a decode step that verifies drafts. A sequence has one entry for its last
-    token, and one for each draft that fits into the step and into its blocks.
+    """Returns the sequence of each input token of a decode step: each sequence once, and once more for each draft.
 
-    A draft gets no block that a running sequence may need for its next token. No sequence is preempted for a draft.
+    Only drafts that fit the step and the blocks are included. A draft gets no block that a running sequence may need
+    for its next token. No sequence is preempted for a draft.
     """
     limits, running, kv_cache = state.limits, state.running, state.kv_cache
     num_free = min(limits.decode_batch_size, limits.max_num_seqs, limits.max_num_batched_tokens) - len(sequences)
@@ -65,8 +65,8 @@ def end_drafts(sequences: list[Sequence]) -> None:
 def build_verification(seq: int, reason: StepReason, batch: DecodeBatch) -> ScheduledStep:
     """Builds a decode step that verifies the drafts of its sequences.
 
-    ``batch`` has 1 + k consecutive entries for each sequence. They are its last token and the first k tokens of its
-    draft. All these tokens count as computed. A sequence with a draft must have no step in flight.
+    In the columns of ``batch``, each sequence has 1 + k consecutive elements: its last token and its first k drafts.
+    All these tokens count as computed. A sequence with a draft must have no step in flight.
     """
     step = build_decode(seq, reason, batch)
     before: Sequence | None = None

@@ -259,8 +259,8 @@ class SchedulerFigures:
     def known_prefix(self, hashes: Iterable[bytes]) -> tuple[int, int]:
         """Returns (known, held) for the chained hashes of a request's blocks.
 
-        Known is the number of first blocks that are cached or announced. Held is the number of known blocks that are in
-        use.
+        Known is the number of the first blocks that are cached, or that steps in flight compute. Held is the number of
+        known blocks that are in use.
         """
         return self._state.kv_cache.prefixes.known(hashes) if self._state.limits.prefix_cache else (0, 0)
 

@@ -57,7 +57,7 @@ class RoutedScheduler:
         return [] if self._hand_overs is None else self._hand_overs.take_changes()
 
     def grant_hand_over(self, request_id: str, blocks: Iterable[int]) -> None:
-        """Receives the router's reply to a WANTED report: blocks of the hand-over pool. If empty, the request stays."""
+        """Gives a request the blocks of the hand-over pool for which it asked. Without blocks, it stays here."""
         assert self._hand_overs is not None, "only replicas that hand over ask for blocks"
         refused = self._hand_overs.grant(request_id, list(blocks))
         if refused is not None:
@@ -73,5 +73,5 @@ class RoutedScheduler:
 
     @property
     def hand_over_costs(self) -> tuple[float | None, float | None]:
-        """The learned seconds per token of a prefill and seconds per moved block. None before a measurement."""
+        """(seconds per prefilled token, seconds per moved block), as measured. Each is None before a measurement."""
         return (None, None) if self._hand_overs is None else self._hand_overs.costs

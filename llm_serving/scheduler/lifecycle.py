@@ -50,8 +50,9 @@ class Lifecycle:
     ) -> None:
         """Adds a request that a router sends to this scheduler. The request may have run on another replica.
 
-        The router has checked the admission limits. Raises RequestError if the request can never be served. In this
-        case, nothing has changed. ``Scheduler.place_request`` explains the other arguments.
+        The router has checked the admission limits. With ``hands_over``, the request leaves for a decode replica after
+        its prompt. ``handed`` has the blocks of the hand-over pool with its known tokens, or None. Raises RequestError
+        if the request can never be served. In this case, nothing has changed.
         """
         state, intake = self._state, self._state.intake
         sequence = Sequence(request, arrival_index, max_output_tokens(request, state.limits))
@@ -267,7 +268,7 @@ def _shape_error(step: ScheduledStep, result: StepResult) -> str | None:
 
 
 def _may_reject(step: ScheduledStep, sampled_ids: list[int]) -> bool:
-    """Returns False if the result rejects a token that is no draft, or keeps a draft after a rejected one."""
+    """Returns True if each rejected token was sampled after a draft, and all later drafts are rejected, too."""
     if min(sampled_ids, default=0) >= NOT_FINITE:
         return True
     rows = step.rows

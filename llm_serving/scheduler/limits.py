@@ -79,7 +79,7 @@ class SchedulerLimits:
     decode_steps_ahead: int = 1
     """Number of decode steps that may wait at the agent while another decode step runs."""
     chunk_tokens: int | None = None
-    """Maximum tokens of a mixed step, with those of decoding sequences. None: the default of ``mixed_step_tokens``."""
+    """Maximum tokens of a mixed step, including decoding sequences. None: the default of ``mixed_step_tokens``."""
     batching: BatchingStrategy = BatchingStrategy.CONTINUOUS
     batch_size: int | None = None
     """Number of requests in a static or dynamic batch. None: as many as a decode step can have."""
@@ -104,7 +104,7 @@ class SchedulerLimits:
     num_state_snapshots: int = 0
     """Snapshots of the states of linear attention, which the prefix cache of these models needs. 0 for other models."""
     cache_namespace: bytes = b""
-    """Everything except tokens that keys and values depend on: model, weights, format of the cache."""
+    """Identifies the model, the weights and the format of the cache. Keys and values depend on these and on tokens."""
     preemption: PreemptionKind = PreemptionKind.RECOMPUTE
     admission: AdmissionKind = AdmissionKind.NONE
     max_total_tokens: int | None = None

@@ -8,8 +8,8 @@ The executor may rely on the following rules. They allow it to do most of its wo
 in each step:
 
 * A decode step may verify drafts (``num_drafts``), see ``llm_serving.ipc.drafts``. A sequence with k drafts then has
-  1 + k entries, one after the other, with the same request and batch row. Behind this step, no other step of the
-  sequence is in flight.
+  1 + k consecutive elements in each column, with the same request and batch row. Until this step has completed, no
+  later step of the sequence is sent.
 * A sequence keeps its batch row until no step in flight uses it. The sampling parameters of a batch row never change.
 * If ``restarts[i]`` is True, the step is the first step of sequence ``i`` on its batch row. This step is usually a
   prefill step. Its tokens can begin after position 0, because a prefix may be cached or the sequence may come back from
@@ -129,7 +129,7 @@ class ScheduledStep:
     sample_positions: list[int] = field(default_factory=list)
     """[S] Index of the sampled token in the output. It selects the random number with which the token is sampled."""
     histories: list[History] = field(default_factory=list)
-    """The histories of sequences with penalties that start their batch row, in order of ``index``."""
+    """The histories of sequences with penalties whose ``restarts`` is True, in order of ``index``."""
     restarts: list[bool] = field(default_factory=list)
     """[S] True in a sequence's first step on its batch row. An empty list means False for all sequences."""
     moves: list[BlockMove] = field(default_factory=list)
@@ -137,7 +137,7 @@ class ScheduledStep:
     headers: list[bytes] = field(default_factory=list)
     """The header of each move to or from the hand-over pool. The router sets them, see ``handover.header``."""
     num_drafts: int = 0
-    """Number of entries of a DECODE step whose input token is a draft."""
+    """Number of input tokens of a DECODE step that are drafts."""
     num_wanted: int = 0
     """Number of drafts that the agent's draft model makes for each sequence after the step. The engine sets it."""
     state_moves: list[tuple[int, int, int]] = field(default_factory=list)

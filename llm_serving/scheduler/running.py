@@ -44,7 +44,7 @@ class RunningSet(Stateful):
 
     @property
     def prefilling(self) -> list[Sequence]:
-        """Running sequences with known tokens that no step has computed yet, in order of arrival."""
+        """Running sequences with known tokens that no completed or sent step computes, in order of arrival."""
         prefilling = self._prefilling
         return [prefilling[index] for index in sorted(prefilling)] if len(prefilling) > 1 else [*prefilling.values()]
 
@@ -59,7 +59,7 @@ class RunningSet(Stateful):
     @property
     def holders(self) -> list[Sequence]:
         """The running and leaving sequences, as a copy. Any thread may read it."""
-        # Each part is copied in C code. During a Python call, the engine thread could change the dict.
+        # Unpacking copies each dictionary in C code. In a loop in Python, the engine thread could change it meanwhile.
         return [*self._running.values(), *self._leaving.values()]
 
     @property

@@ -150,10 +150,10 @@ class Scheduler(SchedulerFigures, RoutedScheduler, SchedulerTiers, SavedSchedule
     def offer_drafts(self, offers: Iterable[tuple[str, list[int]]]) -> None:
         """Offers guesses of the tokens that follow the known tokens of running requests, by request id.
 
-        The next decode step of a request verifies as many of its guesses as fit. Until then, no step of the request is
-        sent ahead. An offer replaces an earlier one, and an empty offer withdraws it. An offer is void when the request
-        gets a token. Offers for requests that do not decode, or whose guesses are in flight, have no effect. Guesses
-        never change the tokens of a request.
+        The next decode step of a request verifies as many of its guesses as fit. This step is sent only when no other
+        step of the request is in flight. An offer replaces an earlier one, and an empty offer withdraws it. An offer is
+        void when the request gets a token. Offers for requests that do not decode, or whose guesses are in flight, have
+        no effect. Guesses never change the tokens of a request.
         """
         offer_drafts(self._state, offers)
 

@@ -66,7 +66,7 @@ class Sequence:
     on_host: bool = False
     """True if the host blocks contain the sequence's computed tokens."""
     is_decoding: bool = False
-    """True if all known tokens are computed, or steps in flight compute them. The sequence's next step is a decode."""
+    """True if steps have computed all known tokens or are computing them. The sequence's next step is a decode step."""
     restarts: bool = False
     """True if the sequence's next step is its first step on its batch row."""
     notes_tokens: bool = False
@@ -76,8 +76,8 @@ class Sequence:
     num_inflight_steps: int = 0
     num_inflight_decodes: int = 0
     draft: list[int] = field(default_factory=list)
-    """Guesses of the next tokens, see ``Scheduler.offer_drafts``. While there are any, no step of the sequence is sent
-    ahead."""
+    """Guesses of the next tokens, see ``Scheduler.offer_drafts``. While there are any, a step of the sequence is only
+    sent when no other one is in flight."""
     num_inflight_drafts: int = 0
     """Number of drafts in the sequence's decode step in flight."""
     drop_tokens: bool = False
@@ -93,8 +93,8 @@ class Sequence:
     num_handed: int = 0
     """Number of handed blocks that completed steps have copied."""
     last_chosen: int = 0
-    """If a decode step cannot have all decoding sequences, ``StepComposer._choose`` chooses and numbers its choices.
-    This is the number of this sequence's last choice. The sequence with the smallest number is chosen next.
+    """Number of the last choice by which ``StepComposer._choose`` chose this sequence for a decode step. A decode step
+    that cannot have all decoding sequences gets those with the smallest numbers.
     """
 
     def __post_init__(self) -> None:

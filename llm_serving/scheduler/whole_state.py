@@ -17,7 +17,7 @@ PARTS = (
     *("state", "preemption", "swapper", "tiers", "hand_overs", "admission", "light_keys", "batching", "composer"),
     *("policy", "quarantine", "states"),
 )
-"""The parts of a scheduler that a snapshot saves. The part ``state`` is the scheduler's attribute ``_state``."""
+"""Names of the scheduler's parts that a snapshot saves. The part ``state`` is the attribute ``_state``, for example."""
 
 
 class SavedScheduler:
@@ -64,8 +64,8 @@ class SavedScheduler:
     def restore(self, state: dict[str, Any], codec: RequestCodec) -> int:
         """Restores the state that ``snapshot`` returned. The scheduler must be new and have the same limits.
 
-        Returns the number of cached blocks that lookups can no longer find. If this number is not 0, later decisions
-        can differ from the decisions of the saved scheduler.
+        Returns the number of cached blocks that lookups can no longer find, because their parents are not cached.
+        If this number is not 0, later decisions can differ from those of the saved scheduler.
         """
         kv_cache = self._state.kv_cache
         num_lost, version = kv_cache.restore(state["kv_cache"]), self._supply.version

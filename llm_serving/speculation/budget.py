@@ -8,10 +8,12 @@ from __future__ import annotations
 SHARE = 0.05
 """Fraction of a request's step time that building its drafts may take if no draft is right."""
 MAX_CREDIT = 4.0
-"""Maximum credit of a budget, in tokens. It limits how long useless drafts are built after useful ones."""
+"""Maximum time that a request saves up for drafts, in multiples of the time of a token. It limits how long useless
+drafts are built after useful ones.
+"""
 MAX_REST = 128
-"""Maximum number of decode steps for which a request rests. It limits the effect of one slow measurement, for example
-while the machine stalls.
+"""Maximum number of decode steps for which no drafts are built for a request. It limits the effect of one slow
+measurement, for example while the machine stalls.
 """
 
 
@@ -26,12 +28,13 @@ class BuildBudget:
 
     @property
     def is_open(self) -> bool:
-        """True if drafts may be built for the request. Otherwise it rests until further steps have added time."""
+        """True if drafts may be built for the request. False until further steps have added enough time."""
         return self._seconds >= 0.0
 
     def earn(self, token_s: float, num_right: int) -> None:
-        """Adds the time of a decode step with ``num_right`` right drafts. ``token_s`` is the time of a plain step for
-        each of its sequences.
+        """Adds the time for drafts that a decode step with ``num_right`` right drafts earns.
+
+        ``token_s`` is the time of a step without drafts, divided by its number of sequences.
         """
         rest_s = MAX_REST * SHARE * token_s
         self._seconds = min(max(self._seconds, -rest_s) + (SHARE + num_right) * token_s, MAX_CREDIT * token_s)

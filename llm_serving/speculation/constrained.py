@@ -15,8 +15,8 @@ from llm_serving.speculation.places import place_of
 class Draft:
     """Guesses of a sequence's next tokens.
 
-    ``matches`` has, for each token, the number of equal tokens in the match that it follows, or one of the larger
-    numbers in ``llm_serving.speculation.costs``.
+    ``matches`` says where each token comes from. A number from 2 to 8 is the length of an earlier match that the token
+    followed. The larger numbers are constants of ``llm_serving.speculation.costs``, for example ``FORCED``.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -26,8 +26,8 @@ class Draft:
     follow it.
     """
     places: list[int | None] = field(default_factory=list)
-    """The places of the grammar before each token and after the last one. None where the next token is forced, and
-    where the text is free.
+    """The place in the grammar (``speculation.places``) before each token and after the last one. None where the next
+    token is forced, and where the text is free.
     """
 
     def first(self, size: int) -> Draft:
@@ -36,17 +36,19 @@ class Draft:
 
 
 Guess = Callable[[list[int], Mask, int | None], tuple[int, int] | None]
-"""Guesses the token after the draft so far, at a place where the constraint allows several tokens. Arguments: the
-tokens of the draft, the mask of allowed tokens and the place. Returns an allowed token and its match, or None.
+"""Guesses the token after the draft so far, where the constraint allows several tokens.
+
+Arguments: the tokens of the draft, the mask of allowed tokens, and the place in the grammar (None in free text).
+Returns an allowed token with its element of ``Draft.matches``, or None.
 """
 
 
 class DraftBuilder:
     """Builds the draft of a sequence with a constraint, token by token.
 
-    A mask may take as long as a fraction of a decode step. So the builder guesses a token at once, and computes the
-    mask after this token only if ``extend`` is called. Only tokens with a mask can be offered. The last token has none
-    yet. It is still compared with the sampled token.
+    Computing a mask may take a considerable part of the time of a decode step. So the builder guesses a token and
+    computes the mask after this token only if ``extend`` is called. Without this mask, the token cannot be offered
+    to the scheduler. It is then only compared with the sampled token.
     """
 
     def __init__(self, fork: ForkableConstraint, max_drafts: int, end_token_ids: frozenset[int], guess: Guess) -> None:

@@ -14,7 +14,7 @@ SEEN = 11
 REPEATED = 12
 """Used as the match length of a draft that followed at its place of the grammar the last two times."""
 OF_GRAMMAR = frozenset({FORCED, SEEN, REPEATED})
-"""Drafts that follow from a grammar. Whether other drafts of the same request were right says nothing about them."""
+"""Drafts that follow from a grammar. A request's other drafts do not show how often these drafts are right."""
 _NEW = 0.2
 """Weight of a new measurement in a running mean."""
 _OUTLIER = 1.5
@@ -29,14 +29,14 @@ _STALE_STEPS = 512
 """A measurement is forgotten after this number of steps without a new one."""
 _FIRST_CHANCE = {2: 0.05, 3: 0.15, 4: 0.3, 5: 0.45, 6: 0.6, 7: 0.7, 8: 0.8, FORCED: 0.9, MODEL: 0.6}
 _FIRST_CHANCE |= {SEEN: 0.5, REPEATED: 0.8}
-"""Assumed probability that a draft is right, by length of its match, before drafts were compared with sampled tokens.
+"""Assumed probability that a draft is right, by length of its match, until drafts are compared with sampled tokens.
 Short matches often occur by coincidence, so steps verify their drafts only after many of them were right.
 """
 _PRIOR_WEIGHT, _CLASS_DECAY, _OWN_DECAY = 4.0, 0.98, 0.85
 
 
 class StepCosts:
-    """Running means of two times: of decode steps by their number of entries, and of the host's time between steps.
+    """Running means of the time of decode steps, by their number of entries, and of the host's time between steps.
 
     Times are seconds.
     """
@@ -50,7 +50,9 @@ class StepCosts:
         """Mean time from the end of a step to the start of the next step, if the next step is not sent ahead."""
 
     def note(self, entries: int, device_s: float, total_s: float) -> bool:
-        """Records the times of a decode step with ``entries`` entries. ``total_s`` is the time from sending the step to
+        """Records the times of a decode step with ``entries`` entries.
+
+        ``device_s`` is the time in which the agents computed the step. ``total_s`` is the time from sending the step to
         its result, without the time in the agent's queue.
 
         Returns True if the estimates may have changed. To save time, they change only every few steps.
@@ -67,7 +69,8 @@ class StepCosts:
         return changed
 
     def seconds(self, entries: int) -> float | None:
-        """Returns the expected device time of a decode step, or None if no smaller step was measured."""
+        """Returns the expected device time of a decode step, or None if no step of this or a smaller size was measured.
+        """
         if entries not in self._estimates:
             self._estimates[entries] = self._estimate(entries)
         return self._estimates[entries]
@@ -85,7 +88,7 @@ class StepCosts:
 
 
 class Chances:
-    """The fraction of right drafts among all requests, by the length of the match from which they follow."""
+    """The fraction of all requests' drafts that were right, for each value of ``Draft.matches``."""
 
     def __init__(self) -> None:
         self._counts = {match: (chance * _PRIOR_WEIGHT, _PRIOR_WEIGHT) for match, chance in _FIRST_CHANCE.items()}
@@ -96,7 +99,7 @@ class Chances:
         self._counts[match] = (right * _CLASS_DECAY + is_right, tried * _CLASS_DECAY + 1)
 
     def of(self, match: int) -> float:
-        """Returns the fraction of right drafts among the drafts that follow from a match of this length."""
+        """Returns the fraction of drafts with this value of ``Draft.matches`` that were right."""
         right, tried = self._counts[match]
         return right / tried
 

@@ -6,8 +6,10 @@ from llm_serving.speculation.costs import StepCosts
 
 
 class Gains:
-    """The gain of steps with drafts, for a number of sequences. The gain is the tokens per second, divided by those of
-    a plain step. An instance keeps the estimates of the time at which it was created.
+    """The gain of decode steps with drafts, for a fixed number of sequences.
+
+    The gain is the number of tokens per second, divided by that of a plain step, which has no drafts. An instance keeps
+    the estimates of the time at which it was created.
     """
 
     def __init__(self, costs: StepCosts, num_sequences: int, max_drafts: int) -> None:
@@ -31,10 +33,11 @@ class Gains:
         return tokens / self._times[size]
 
     def may_rise(self, size: int, chance: float, gain: float) -> bool:
-        """Returns False if more drafts than ``size`` cannot give a gain above ``gain``, which must be at least the gain
-        with ``size`` drafts. No further draft may have a larger chance than ``chance``.
+        """Returns False if no step with more than ``size`` drafts can have a gain above ``gain``.
 
-        Each further draft must add more than ``gain`` times the tokens that its time costs.
+        ``gain`` must be at least the gain with ``size`` drafts. ``chance`` is the largest probability that a further
+        draft is right. To raise the gain, a further draft must add more than ``gain`` times the tokens that plain steps
+        give in its additional time.
         """
         return size < self.max_drafts and chance > gain * self._slopes[size]
 

@@ -41,9 +41,9 @@ class _Track:
     request: Request
     index: SuffixIndex
     shared: Places
-    """The places of all requests with the same cache salt."""
+    """The tokens that followed at places of a grammar, in all requests with the same cache salt."""
     places: Places = field(default_factory=Places)
-    """The places of the grammar of this request."""
+    """The tokens that followed at places of a grammar, in this request."""
     chance: OwnChance = field(default_factory=OwnChance)
     num_known: int = 0
     """Number of the request's output tokens that the index of drafts contains."""
@@ -75,8 +75,10 @@ class _Track:
             self.shared.note(place, token_id)
 
     def guess_at(self, place: int | None) -> list[tuple[int, int]]:
-        """Returns the token that followed at a place of the grammar, and its match. The request's own text counts
-        more than that of other requests. Returns an empty list for a new place and for free text.
+        """Returns the token that followed at a place of the grammar, and ``REPEATED`` or ``SEEN``.
+
+        The request's own text goes before that of other requests. Returns an empty list for a new place and for free
+        text.
         """
         known = None if place is None else self.places.guess(place) or self.shared.guess(place)
         return [] if known is None else [(known.token_id, REPEATED if known.is_repeated else SEEN)]
@@ -173,7 +175,10 @@ class Speculator:
 
     def _advance(self, request: Request, token_s: float) -> _Track | None:
         """Updates the track of a request with its new tokens, and returns the track. Returns None if the request needs
-        no drafts. ``token_s`` is the time of a plain step for each of its sequences, or 0 after other steps.
+        no drafts.
+
+        After a decode step, ``token_s`` is the time of a step without drafts, divided by its number of sequences. After
+        another step, it is 0.
         """
         self._offers.pop(request.request_id, None)
         track = self._tracks.get(request)
@@ -239,8 +244,9 @@ class Speculator:
             track.budget.spend(self._clock() - began)
 
     def _may_add(self, track: _Track) -> bool:
-        """Returns True if the next draft of a request can be offered. Computes the mask after it, and guesses another
-        draft, if the request has a constraint.
+        """Returns True if the next draft of a request can be offered.
+
+        If the request has a constraint, also computes the mask after this draft and guesses another draft.
         """
         if track.builder is None:
             return True
@@ -272,10 +278,11 @@ class Speculator:
         return expected
 
     def _guess(self, track: _Track, drafted: list[int], mask: Mask, place: int | None) -> tuple[int, int] | None:
-        """Returns the most probable token, and its match, where the constraint of a request allows several tokens. It
-        comes from the draft model, from the place in the grammar, or from an earlier match in the request's tokens.
+        """Returns the most probable next token where the constraint of a request allows several, or None.
 
-        ``drafted`` is the draft so far. During a trial of the draft model, or with ``always``, its token is preferred.
+        The token comes from the draft model, from the place in the grammar, or from an earlier match in the request's
+        tokens. The result also has the element of ``Draft.matches`` for the token. ``drafted`` is the draft so far.
+        During a trial of the draft model, or with ``always``, the token of the draft model is preferred.
         """
         count, lengths = len(drafted), self._lengths
         if count < len(track.from_model) and track.from_model[:count] == drafted:

@@ -1,5 +1,5 @@
-"""Measures how fast requests leave the waiting queue. From this speed follows the time after which a refused client
-should retry.
+"""Measures how fast requests leave the waiting queue. This speed determines after which time a refused client should
+retry.
 """
 
 from __future__ import annotations

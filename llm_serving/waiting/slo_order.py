@@ -92,9 +92,9 @@ class SloOrder(QueueOrder):
     def is_spare(self, sequence: Sequence) -> bool:
         """Returns True if the start of ``sequence`` delays no request that is on time.
 
-        This is so for a late sequence whose start is not reserved. While late requests wait, every ``LATE_SHARE``-th
-        start is reserved for them, and it may delay a request on time. Without a reserved start, a late request becomes
-        the first of the queue only if no request on time waits.
+        A late request becomes the first of the queue in two cases. If no request on time waits, it delays none, and the
+        result is True. If the start is reserved, it may delay one, and the result is False: while late requests wait,
+        every ``LATE_SHARE``-th start is reserved for them.
         """
         return sequence not in self._latest_starts and self._starts_before_late < LATE_SHARE - 1
 
@@ -143,11 +143,11 @@ class SloOrder(QueueOrder):
         return self._on_time.first()
 
     def first_of(self, tenants: Iterable[str], now: float) -> Sequence | None:
-        """Returns the next sequence on time of the light keys ``tenants``, or None. Leaves out keys that have had
-        ``LIGHT_CREDIT`` more service than another tenant.
+        """Returns the next sequence of the light keys ``tenants`` among the requests on time, or None. Leaves out keys
+        that have had more than ``LIGHT_CREDIT`` more service than another tenant.
 
-        Also returns None if no late request has started within the last ``2 * LATE_SHARE - 1`` starts. A late request
-        must then start next.
+        Also returns None if late requests wait and none of them was among the last ``2 * LATE_SHARE - 1`` starts. Then
+        a late request must start next.
         """
         self._move_late(now)
         if self.num_late and self._starts_before_late >= 2 * LATE_SHARE - 1:
