@@ -1,6 +1,6 @@
 """Calls the CPU kernels from Python, through ctypes.
 
-MindSpore loads the same shared library: as its op plugin, and for custom operators.
+MindSpore loads the same shared library for two purposes: as its op plugin, and to run this project's custom operators.
 """
 
 from agent.kernels.block_copies import BlockCopies

@@ -1,5 +1,6 @@
 // The C entries that the agent calls through ctypes: threads, sampling, copies, packed weights and the exchange between
-// agents. An entry that can fail returns 0, or an error code after one line on standard error.
+// agents. An entry that can fail returns 0 if it succeeds. Otherwise it writes one line to standard error and returns
+// an error code.
 #include "common/check.h"
 #include "common/floating_point.h"
 #include "common/kernel_table.h"
@@ -31,7 +32,8 @@ LLMK_ENTRY int llmk_sample(const llmk::SampleArgs* args) {
   return llmk::sample(*args);
 }
 
-// Samples from the candidates that a device found. Sets undecided[i] to 1 if row i needs all of its logits.
+// Samples rows from candidates, which are the largest logits of each row that a device found. Sets undecided[i] to 1 if
+// row i needs all of its logits, otherwise to 0.
 LLMK_ENTRY int llmk_sample_candidates(const llmk::SampleArgs* args, const llmk::CandidateArgs* candidates,
                                       int32_t* undecided) {
   const llmk::StandardFloatingPoint scope;
@@ -60,7 +62,8 @@ LLMK_ENTRY void llmk_widen_bfloat16(const uint16_t* values, uint32_t* out, int64
   });
 }
 
-// Sets the adapter of a packed weight for an adapter slot. If `adapter` is null, removes it (ops/lora.h).
+// Sets the LoRA adapter that a packed weight uses for an adapter slot. If `adapter` is null, removes the adapter of
+// this slot (ops/lora.h).
 LLMK_ENTRY void llmk_set_adapter(const void* packed_weight, int slot, const llmk::LoraWeight* adapter) {
   llmk::set_adapter(packed_weight, slot, adapter);
 }

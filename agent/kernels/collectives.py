@@ -48,7 +48,8 @@ def open_exchange(
     index: int,
     bell: int = 0,
 ) -> None:
-    """Joins the exchange of a pipeline stage, as agent ``index`` of ``size`` agents.
+    """Opens the shared memory through which the agents of a pipeline stage exchange arrays. This process is agent
+    ``index`` of ``size`` agents.
 
     ``base`` is the address of the shared memory. ``down``, ``lines``, ``buffers`` and ``bell`` are byte offsets in this
     memory. ``ExchangeArgs`` in exchange/collectives.h describes them.
@@ -72,8 +73,8 @@ def publish(line: int, value: int, num_bytes: int, bell: int) -> None:
 def wait_for(reason: str, line: int, target: int, down: int, timeout_s: float) -> None:
     """Waits, without the GIL, until the counter of the flag line at address ``line`` reaches ``target``.
 
-    Raises GroupDownError if the word at address ``down`` is set, or after ``timeout_s``. A timeout also sets this word,
-    so that the other agents stop as well.
+    The 32-bit word at address ``down`` is not 0 if the group is down. Raises GroupDownError if the group is down, or
+    after ``timeout_s`` seconds. A timeout also sets the word, so that the other agents stop as well.
     """
     if load_library().llmk_line_wait(reason.encode(), line, target & 0xFFFFFFFF, down, int(timeout_s * 1000)) != 0:
         raise GroupDownError(f"{reason}: another agent of this group ended or did not arrive within {timeout_s:g} s")

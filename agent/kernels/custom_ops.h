@@ -1,8 +1,8 @@
 // The custom operators of the fused graph as C++ functions, so that custom_ops_layer.cc can run several of them in one
 // operator.
 //
-// Each function gets the tensors of the operator, inputs before outputs. Each function returns 0, or an error code
-// after one line on standard error.
+// Each function gets the tensors of the operator, inputs before outputs. Each function returns 0, or writes one line to
+// standard error and returns an error code.
 #pragma once
 #include <vector>
 
@@ -17,7 +17,7 @@ int packed_linear(const Tensors& t);
 int gated_mlp(const Tensors& t);
 int rotary_attention(const Tensors& t);
 
-// Reads and checks the arguments of RotaryAttention. `query_starts` owns memory that `args` points to.
+// Reads and checks the arguments of RotaryAttention. Fills `args`, which then points into `query_starts`.
 int read_rotary_attention(const Tensors& t, RotaryAttentionArgs* args, std::vector<int64_t>* query_starts);
 
 using CustomOp = int (*)(const Tensors& t);
@@ -58,7 +58,7 @@ struct NormInput {
 // residual in `in.sum`.
 void norm_row(const NormInput& in, int64_t from, void* out);
 
-// Checks of arguments. Each returns 0, or an error code after one line on standard error.
+// Checks of arguments. Each returns 0, or writes one line to standard error and returns an error code.
 int check_float_type(const Tensors& t, int i);
 int check_matrix(const Tensors& t, int i, int64_t rows, int64_t width, DType dtype);
 int check_gamma(const Tensors& t, int gamma, int epsilon, int64_t width, DType dtype);

@@ -4,7 +4,7 @@
 //   hidden, residual [Tm, width]   gamma [width]   epsilon [1]
 //   router: packed float32 weight of `experts` columns
 //   gate_up, down: the packed weights of all experts, one after another and of equal size
-//   choice [3] = {experts, chosen, normalised}   counts [4] = {T, ...}
+//   choice [3] = {number of experts, chosen, normalised} (ops/experts.h)   counts [4] = {T, ...}
 //   ->   out, sum [Tm, width], of which the first T rows are written
 //
 // Tm is the number of tokens of the largest step, T the number of tokens of this step. Optional inputs follow `counts`.
@@ -17,8 +17,8 @@
 //
 // With `routing`, `factor` and `correction`, the router chooses experts as ops/grouped_routing.h describes. gate_up and
 // down contain `number of experts` experts, beginning with `first expert`. Chosen experts outside this range add
-// nothing to the output. The output of the shared MLP is added to the output of the experts. With `shared_gate`, it is
-// first multiplied by the sigmoid of the product of shared_gate and the token (Qwen).
+// nothing to the output. The output of the shared MLP is added to the output of the experts. With `shared_gate` (Qwen),
+// the output of the shared MLP is first multiplied by the sigmoid of the product of shared_gate and the token.
 //
 // The result of the norm is rounded to the type of the activations, as the native primitives round it. The router reads
 // this result as float32. The output of an expert stays float32 until the outputs of all experts of a row are added.

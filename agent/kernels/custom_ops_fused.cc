@@ -55,9 +55,9 @@ int for_row_pieces(int64_t rows, int64_t most, const Function& function) {
   return failed;
 }
 
-// The input rows of a linear layer: the results of a norm. If the layer's weight takes int8 activations, the rows are
-// in `quantized`. Otherwise they are in `values`, as floats. If the rows have adapters, they are always in `values`,
-// too.
+// The input rows of a linear layer: the results of a norm. If the layer's weight takes int8 activations, `quantized`
+// has the rows as int8. If the weight takes floats, or if rows have adapters, `values` has the rows as floats.
+// Otherwise `values` is null.
 struct NormedRows {
   const void* values = nullptr;
   QuantizedRows quantized{};
@@ -84,8 +84,9 @@ void norm_row(const NormInput& in, int64_t from, void* out) {
 
 namespace {
 
-// Computes the norms of `rows` rows. Row i of the result is the norm of row source(i) of the input. The result is
-// quantised if `weight` takes int8 activations. With `keeps_floats`, it then has float values as well.
+// Computes the norms of `rows` rows. Row i of the result is the norm of row source(i) of the input. If `weight` takes
+// int8 activations, the rows are quantised, and with `keeps_floats` they are also returned as floats. If `weight` takes
+// floats, the rows are returned only as floats.
 template <class Source>
 NormedRows norm_rows(const NormInput& in, const void* weight, int64_t rows, bool keeps_floats, const Source& source) {
   NormedRows out;

@@ -26,8 +26,9 @@ enum Argument {
 // The position of each argument of a layer, counted from the layer's first argument. The arguments of the first layer
 // begin at argument kLayers of the operator.
 //
-// Two groups of arguments are optional. If form[kHeadNorms] is set, the gammas of query and key heads follow. If
-// form[kResultNorms] is set, the gammas of the results of attention and MLP come last.
+// Two groups of arguments are optional. The operator has them if the argument `form` sets a flag (FormField). With
+// kHeadNorms, the gammas for the norms of query heads and key heads follow. With kResultNorms, the gammas for the norms
+// of the results of attention and MLP come last.
 enum LayerArgument {
   kInputGamma, kPostGamma, kQkv, kOutput, kGateUp, kDown, kKeyCache, kValueCache, kPlainLayer,
   kQueryGamma = kPlainLayer, kKeyGamma
@@ -172,8 +173,8 @@ class Layer {
     return error == 0 ? norm_result(t_.data[out_], result_gammas_ + 1) : error;
   }
 
-  // If the model has norms of results, applies RMSNorm to the rows of `result` in place. `gamma` is the index of the
-  // argument with the norm's weight.
+  // Applies RMSNorm to the rows of `result`, the result of attention or MLP, in place. Does nothing if the model does
+  // not norm these results (form[kResultNorms] is 0). `gamma` is the index of the argument with the norm's weight.
   int norm_result(void* result, int gamma) {
     if (form_[kResultNorms] == 0) return 0;
     const int error = check_gamma(t_, gamma, kEpsilon, width_, t_.dtype(kHidden));

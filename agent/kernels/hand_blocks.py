@@ -27,8 +27,9 @@ class BlockHandOvers:
     """Copies blocks of the KV cache to and from a hand-over pool. The arrays must not move, because their addresses are
     read only once.
 
-    ``device[i]`` holds the keys or the values of one layer, with the block as first axis. ``blocks`` is [pool blocks,
-    bytes of a block in all arrays], and ``headers`` [pool blocks, 64], both uint8.
+    ``device[i]`` holds the keys or the values of one layer, with the block as first axis. The pool consists of two
+    uint8 arrays. ``blocks`` is [pool blocks, bytes of a block in all arrays]. ``headers`` is [pool blocks, 64]: a
+    header of 32 bytes and a checksum for each block.
     """
 
     def __init__(self, device: Sequence[Array], blocks: Array, headers: Array) -> None:
@@ -61,8 +62,9 @@ class BlockHandOvers:
     def run(self, moves: Int32Array, expected: Array, faults: Int32Array) -> None:
         """Runs the copies in ``moves``, contiguous int32 [copies, 3]: kind, source block, destination block.
 
-        ``expected`` has the header of each move, 32 bytes. If move ``i`` reads from the pool and the header or the
-        checksum is wrong, sets ``faults[i]`` to 1. If a kind or a block does not exist, copies nothing and raises
+        ``expected`` has a header of 32 bytes for each move. A move to the pool stores this header with the block. A
+        move from the pool compares it with the stored header. If the headers differ or the checksum of the block is
+        wrong, sets ``faults[i]`` of move ``i`` to 1. If a kind or a block does not exist, copies nothing and raises
         KernelError.
         """
         count = moves.shape[0]

@@ -38,7 +38,7 @@ class StepSizes:
     tokens: int
     seqs: int
     blocks: int = 0
-    """Number of cache blocks that the graph gathers. 0 means that it gathers none."""
+    """Number of different cache blocks that the graph gathers into one array. 0 if the graph gathers no blocks."""
 
 
 class RecordingError(Exception):
@@ -83,7 +83,10 @@ class RecordedLaunches:
             self._sizes = sizes
 
     def spoil(self) -> None:
-        """Fills all memory that the operators of a replay write, with bytes that make every float a NaN."""
+        """Fills all memory that the operators of a replay write, with bytes that make every float a NaN.
+
+        If the recording misses an operator, the results of the next replay then have NaN.
+        """
         load_library().llmk_spoil_memory(self._handle)
 
     @property
@@ -162,9 +165,10 @@ def record(run: Run, memory: Iterable[Memory], all_agree: AllAgree = bool) -> tu
     function returns, it replays the launches once as a test. It first fills all other memory of the replay with NaN.
     The replay must produce the same bits as the graph.
 
-    Raises RecordingError if another library computes in the graph, or if the replay gives other bits. In the second
-    case, ``run`` is called again, because the replay has overwritten its results. The attribute ``results`` of the
-    error has the results of the last call of ``run``. Exceptions of ``run`` and ``all_agree`` are passed on.
+    Raises RecordingError if the launches cannot be replayed, for example because a kernel of MindSpore itself computes
+    a part of the graph. Also raises RecordingError if the replay gives other bits. Then ``run`` is called again first,
+    because the replay has overwritten its results. The attribute ``results`` of the error has the results of the last
+    call of ``run``. Exceptions of ``run`` and ``all_agree`` are passed on.
 
     Agents that run a graph together call ``all_agree`` twice. The first vote is whether the agent has a recording, the
     second whether its replay gave the right bits. So either all agents get a recording or none. If an operator refused

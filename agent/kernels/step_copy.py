@@ -72,8 +72,8 @@ class StepBuffers:
         """[sequences]: the index of the sequence's last token among the tokens of the step if the sequence samples,
         else -1."""
         self.counts: Int32Array = np.zeros(ADAPTERS + max_tokens if max_adapters else 4, np.int32)
-        """The numbers of tokens and sequences, the width of the block tables, and the step's number, which the graph
-        sets.
+        """[number of tokens, number of sequences, width of the block tables, number of the step]. ``StepCopy`` writes
+        the first three elements. The runner of the graph writes the number of the step.
 
         If the steps have adapters, two more parts follow: the number of tokens with an adapter, and the adapter slot of
         each token, or -1.

@@ -116,7 +116,7 @@ class CutTensors(StoredTensors):
         return array, found[1]
 
     def _range(self, kind: Axis, size: int, name: str) -> slice:
-        """Returns which range of an axis of a stored tensor is read, if only a part of the weight is read.
+        """Returns the range of a stored tensor's axis that contains this part of the weight.
 
         ``kind`` is the meaning of the axis, and ``size`` its length. An axis of size 1 is never divided.
         """

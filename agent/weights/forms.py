@@ -127,7 +127,7 @@ def scale_type(form: LinearForm, dtype: str, *, of_experts: bool) -> str:
 
 
 def linear_forms(specs: Sequence[WeightSpec], source: WeightSource, packing: Packing) -> LinearForms:
-    """Chooses in which number format and layout (``LinearForm``) the graph has each weight.
+    """Chooses the forms of a model's weights in the graph: number format, groups and offsets (``LinearForm``).
 
     The choice depends on the settings ``packing`` and on the types of the tensors in ``source``, whose values are not
     read.

@@ -7,8 +7,8 @@ The format of a packed weight depends on the checkpoint and on the setting ``wei
     floats      an integer format                    weight_format; the floats are quantised here
     integers    auto                                 the stored format
     integers    a float type                         model_dtype; the integers are dequantised and rounded to nearest
-    integers    a format for the stored integers     weight_format, with the stored integers
-    integers    a format for other integers          none: ConfigError
+    integers    a format that can use them unchanged weight_format, with the stored integers
+    integers    any other integer format             none: raises ConfigError
 """
 
 from __future__ import annotations
@@ -315,11 +315,11 @@ def _each_weight(spec: WeightSpec) -> list[WeightSpec]:
 
 
 def without_inputs(tensor: QuantizedTensor, name: str) -> QuantizedTensor:
-    """Returns a tensor with static inputs (W8A8) for a format that does not quantise inputs.
+    """Returns ``tensor`` without its static inputs (W8A8), for a weight format that does not quantise inputs.
 
-    The scales of a tensor with static inputs include the scale of the inputs, and the result's scales do not. A tensor
-    without static inputs is returned unchanged. Raises CheckpointError if the inputs have different scales, because an
-    output has only one scale.
+    The scales of ``tensor`` include the scale of the static inputs, and the result's scales do not. A tensor without
+    static inputs is returned unchanged. Raises CheckpointError if the inputs have different scales, because an output
+    has only one scale.
     """
     if tensor.inputs is None:
         return tensor

@@ -33,7 +33,9 @@ class TensorFiles:
         self._files: list[SafetensorsFile] = []
         self._file_of: dict[str, SafetensorsFile] = {}
         self._stored_names: dict[str, str] = {}
-        """For each tensor with a prefix that the file does not have: the tensor's name in the file."""
+        """Maps tensor names with the prefix ``model.`` to their names in the file, if the file lacks this prefix.
+        Otherwise empty.
+        """
         self.bytes_read = 0
         """Number of bytes that were read from the files."""
         try:
@@ -69,7 +71,9 @@ class TensorFiles:
         return self._file_of[name].read_stored(self._stored_name(name)) if name in self._file_of else None
 
     def count(self, num_bytes: int) -> None:
-        """Adds ``num_bytes`` to ``bytes_read``. The caller reports them, because views read the file when used."""
+        """Adds ``num_bytes`` to ``bytes_read``. Callers must count the bytes themselves, because a view reads the file
+        only when it is used.
+        """
         self.bytes_read += num_bytes
 
     def release(self, name: str) -> None:

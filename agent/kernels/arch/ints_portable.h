@@ -4,8 +4,8 @@
 
 namespace llmk::LLMK_ARCH {
 
-// Sixteen integers. Ints is a struct, because it must be another type than IntVec, which is the result of comparing two
-// Vec.
+// Sixteen integers. Ints is a struct, so that integers and masks have different types: the mask of a comparison of two
+// Vec is an IntVec.
 struct Ints {
   IntVec v;
 };

@@ -56,7 +56,7 @@ inline bool processor_runs(const char* isa) {
   if (std::strcmp(isa, "avx512_amx") == 0) return vnni && __builtin_cpu_supports("avx512bf16") && may_use_tiles();
 #endif
 #elif defined(__aarch64__)
-  // SDOT is a bit of HWCAP, the others are bits of HWCAP2 (asm/hwcap.h of Linux).
+  // Linux reports SDOT in HWCAP, and the matrix instructions of int8 and bfloat16 in HWCAP2 (asm/hwcap.h).
   constexpr unsigned long kDotProducts = 1ul << 20, kMatrixInt8 = 1ul << 13, kBFloat16 = 1ul << 14;
   const bool dot = (getauxval(AT_HWCAP) & kDotProducts) != 0;
   if (std::strcmp(isa, "neon_dot") == 0) return dot;

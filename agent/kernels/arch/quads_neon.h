@@ -4,9 +4,10 @@
 
 namespace llmk::LLMK_ARCH {
 
-// Four signed bytes in each 32-bit lane: nibbles, or int8 weights. Weights are stored as unsigned bytes w + 128. The
-// instruction SDOT takes only signed bytes, so quads() converts the stored bytes to w. Therefore a sum begins with 0.
-// (Other instruction sets multiply the stored bytes. Their sums begin with -128 times the sum of the activations.)
+// Four signed bytes in each 32-bit lane: nibbles, or int8 weights. A packed weight stores an int8 weight w as the
+// unsigned byte w + 128. The instruction SDOT takes only signed bytes, so quads() converts the stored bytes to w.
+// Therefore the sum of a dot product starts at 0. (The other instruction sets multiply the stored bytes. Their sums
+// start at -128 times the sum of the activations, which corrects the result.)
 struct Quads {
   int32x4_t part[4];
 };

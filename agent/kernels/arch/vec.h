@@ -18,14 +18,14 @@
 //   zero_below(v, x, limit)            v in the lanes where x >= limit, otherwise 0
 //   sum(v)  largest(v)                 the sum of the lanes, the largest lane
 //   sums(v, out)                       out[i] = sum(v[i]) for an array of 4 or 16 vectors
-//   bits_below(bits, v)                the float whose bits are `bits` minus the bits of v, as integers
+//   bits_below(bits, v)                the float with the bits: `bits` minus the bits of v, as integers
 //   first_lane_equal(v, x)             the first lane that equals x, or 16 if there is none
 //   find_between(v, low, high, indices)   writes the lanes with low < v <= high, ascending; returns their number
 //
 //   Ints                               a vector of 16 int32, with broadcast_int load_ints store_ints add multiply
 //                                      shift_right to_floats and other functions
 //   Quads                              four weights in each 32-bit lane. quads() makes them from bytes w + 128.
-//   kByteZero                          the byte for a weight of 0 in Quads: 128, or 0 if the bytes of Quads are signed
+//   kByteZero                          the byte for the weight 0 in Quads: 128, or 0 if the bytes are signed
 //   BroadcastQuad                      four int8 activations, the same in each lane
 //   dot_quads(total, w, x)             adds the exact dot product of each lane's four weights and activations
 //
@@ -52,8 +52,8 @@ constexpr int kLanes = 16;
 constexpr int kByteZero = 128;
 #endif
 
-// Loads the first n elements of a vector, for any n >= 0. Usually n is at least 16, and then no mask is needed. The
-// function store_part() stores the first n elements.
+// Loads the first n elements of a vector, for any n >= 0. If n is at least 16, which is the usual case, loads without a
+// mask. The function store_part() stores the first n elements in the same way.
 template <class T>
 LLMK_INLINE Vec load_part(const T* p, int64_t n) {
   return n >= kLanes ? load(p) : load_n(p, n);

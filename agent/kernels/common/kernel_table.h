@@ -23,10 +23,10 @@ struct KernelTable {
   void (*rotary)(const RotaryArgs&);
   void (*matmul)(const MatMulArgs&);
   void (*linear)(const LinearArgs&);
-  // LoRA (lora.h): multiplies a tile's rows of activations by 16 rows of the matrix A, those of rank group `group`.
+  // LoRA (lora.h): multiplies a tile's rows of activations by rows [16 * group, 16 * group + 16) of the matrix A.
   void (*lora_shrink)(const ShrinkTile& tile, int64_t group);
-  // LoRA (lora.h): multiplies a tile's rows of activations by 16 rows of the matrix A: rows 16 * group to 16 * group +
-  // 15.
+  // Quantises the activations `x` of one row to int8, and stores them as row `row` of `rows`. The packed weight `blob`
+  // determines how (ops/quantize_row.h).
   void (*quantize_row)(DType dtype, const void* x, const QuantizedRows& rows, int64_t row, const void* blob);
   void (*sum_parts)(DType dtype, const void* const* parts, int num_parts, DType out_dtype, void* out, int64_t count);
   void (*rotary_attention)(const RotaryAttentionArgs&);

@@ -27,7 +27,8 @@ struct Tensors {
   bool has_dtype(int i, const char* name) const { return dtypes[i] != nullptr && std::strcmp(dtypes[i], name) == 0; }
   int64_t dim(int i, int axis) const { return shapes[i][axis < 0 ? ndims[i] + axis : axis]; }
 
-  // Returns the product of dimensions `first` to `last` - 1 of tensor i. A negative `last` counts from the end.
+  // Returns the product of the sizes of axes `first` to `last` - 1 of tensor i. A negative `last` counts from the end.
+  // By default, returns the number of elements of the tensor.
   int64_t size(int i, int first = 0, int last = 1 << 20) const {
     const int end = last < 0 ? ndims[i] + last : last < ndims[i] ? last : ndims[i];
     int64_t total = 1;

@@ -68,9 +68,9 @@ thread_local bool inside_task = false;
 // A pool of threads, which runs one parallel loop at a time. A parallel loop calls a function for each index of a
 // range.
 //
-// `state_` has three parts: epoch << 17 | open << 16 | number of workers that run the current loop. A worker may join a
-// loop only while the loop is open. So the caller does not wait for workers that wake late, and late workers cannot
-// access a finished loop.
+// `state_` has three parts: epoch << 17 | open << 16 | workers. `epoch` is the number of loops that have begun, and
+// `workers` is the number of workers that run the current loop. A worker may join a loop only while `open` is 1. So the
+// caller does not wait for workers that wake late, and late workers cannot access a finished loop.
 class ThreadPool {
  public:
   ThreadPool() {

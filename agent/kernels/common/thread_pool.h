@@ -38,14 +38,15 @@ bool may_spin();
 void* thread_scratch(int slot, int64_t bytes);
 
 // Returns the bytes of scratch memory of all threads. If `between_operators`, counts only the buffers kScratchLayer and
-// kScratchExperts. Otherwise counts all other buffers.
+// kScratchExperts, which hold results of a layer between its operators. Otherwise counts all buffers except these two.
 int64_t scratch_bytes(bool between_operators);
 // Adds `bytes` of memory from another allocator to the result of scratch_bytes(false). Negative bytes mean freed
 // memory.
 void count_scratch(int64_t bytes);
 
-// Calls a C++ function for each index with run_parallel(). The function parallel_stretches() below uses run_stretches()
-// instead. Both are `static`, so that the object file of each instruction set has its own copy.
+// Calls function(i) once for each i in [0, count), like run_parallel(), but takes any C++ function object. The function
+// parallel_stretches() does the same for run_stretches(). Both functions are `static`, so that the object file of each
+// instruction set has its own copy.
 template <class Function>
 static void parallel_for(int64_t count, const Function& function) {
   if (count == 1) {

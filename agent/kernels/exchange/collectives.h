@@ -1,9 +1,10 @@
-// Sums and gathers arrays of the agents of a stage, over the exchange (llm_serving/ipc/exchange.py).
+// Sums and gathers arrays of the agents of a stage, through shared memory that is called the exchange
+// (llm_serving/ipc/exchange.py).
 //
-// An array is exchanged in pieces, at most as large as a buffer. Every agent writes its piece into its own buffer and
-// raises its counter. When all agents have raised their counters, each agent adds up all pieces itself, in the order of
-// the ranks. It adds in float32 and rounds once. So all agents get the same bits, and an element of the sum depends
-// only on its own terms.
+// An array is exchanged in pieces, at most as large as a buffer. Every agent writes its piece into its own buffer. Then
+// it publishes the piece: it raises its counter, which the other agents wait for. When all agents have published their
+// pieces, each agent adds up all pieces itself, in the order of the ranks. It adds in float32 and rounds once. So all
+// agents get the same bits, and an element of the sum depends only on its own terms.
 //
 // Each agent alternates between two buffers, so piece n overwrites piece n - 2. Before an agent writes piece n, it
 // waits until all agents have published piece n - 1. This is sufficient, because an agent publishes piece n - 1 only
@@ -37,8 +38,8 @@ int exchange_size();
 int exchange_index();
 
 // Writes to `out` the sum of `in` over the agents of the stage. The sum has the type of `in`, but a float32 sum may be
-// stored in another type. If the types are equal, `in` and `out` may be the same memory. Returns 0, or an error code
-// after one line on standard error.
+// stored in another type. If the types are equal, `in` and `out` may be the same memory. Returns 0, or writes one line
+// to standard error and returns an error code.
 int all_reduce(const char* op, DType dtype, const void* in, DType out_dtype, void* out, int64_t count);
 
 // Collects the arrays `in` of all agents of the stage in `out` [size, bytes], in the order of the ranks. Each array has

@@ -3,9 +3,10 @@
 //   TDPBSUD, TDPBF16PS:   sums [rows][16 columns] += x [rows][16 steps][4 bytes] * w [16 steps][16 columns][4 bytes]
 //
 // Each instruction computes one tile product. It multiplies up to 16 rows of activations x by 16 columns of packed
-// weights w, over 16 steps of the depth. A step is 4 bytes of the depth. Packed weights have the layout of a tile
-// register in memory, too (linear.h). With bfloat16, the products of the 16 steps are added in order in float32 from
-// zero, and the result is added to the sum. The result of a row has the same bits for any number of rows.
+// weights w, over 16 steps of the depth. A step has 4 bytes of each row and of each column: 4 int8 or 2 bfloat16
+// numbers. In memory, packed weights (linear.h) already have the layout of a tile register. With bfloat16, the products
+// of the 16 steps are added in order in float32 from zero, and the result is added to the sum. The result of a row has
+// the same bits for any number of rows.
 #pragma once
 #include "../common/types.h"
 
@@ -23,8 +24,10 @@ struct alignas(64) TileConfig {
 // Loads the tile configuration. Takes tens of cycles and clears all tiles.
 static inline void load_config(const TileConfig& config) { __asm__ volatile("ldtilecfg %0" ::"m"(config)); }
 
-// Configures the eight tiles. Tiles 0 and 1 hold the sums of `upper` rows, tiles 2 and 3 the sums of `lower` rows. If
-// `lower` is 0, tiles 2 and 3 also have `upper` rows. Tiles 4 and 5 hold activations, tiles 6 and 7 weights.
+// Configures the eight tile registers for products of up to two tiles of rows, with `upper` and `lower` rows. Tiles 0
+// and 1 hold the sums of the upper rows, tiles 2 and 3 the sums of the lower rows. Tile 4 holds the activations of the
+// upper rows, tile 5 those of the lower rows. Tiles 6 and 7 hold weights. If `lower` is 0, tiles 2, 3 and 5 have
+// `upper` rows.
 static inline void configure_tiles(int64_t upper, int64_t lower) {
   TileConfig config;
   const int64_t rows[8] = {upper, upper, lower > 0 ? lower : upper, lower > 0 ? lower : upper,

@@ -98,8 +98,8 @@ double mass(const CandidateArgs& from, const float* sums, int64_t row, float top
 
 // Sorts the candidates by logit_of(token), largest first, and the smaller id first on a tie.
 //
-// Returns how many of the first candidates have a certain rank. Their logits are above `threshold`, so no token outside
-// the candidates can rank before them.
+// Returns for how many candidates, from the largest on, the rank is certain. Their logits are above `threshold`, so no
+// token outside the candidates can rank before them. If only candidates have finite logits, all ranks are certain.
 template <class LogitOf>
 size_t rank(Row* row, float threshold, const LogitOf& logit_of) {
   row->sorted.clear();

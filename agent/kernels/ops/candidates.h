@@ -23,12 +23,13 @@ struct CandidateArgs {
 // Samples each row whose token the candidates determine. The token is the same as with `sample`. Sets undecided[i] to 1
 // if row i needs all of its logits, otherwise to 0. Reads SampleArgs::best_ids, but not SampleArgs::logits.
 //
-// The candidates determine a token if it does not depend on the row's remaining logits. A candidate has a certain rank
-// if its logit is larger than the smallest candidate's logit. Top-p and the draw compare running sums of probabilities
-// with limits. The limits depend on the device's sum over the whole row, whose rounding error is bounded by kMassError.
-// If a running sum is closer to a limit than this error, the row is undecided.
+// The candidates determine a token if it does not depend on the logits of the tokens that are not candidates. The rank
+// of a candidate is certain if its logit is larger than the smallest candidate's logit. Top-p and the draw compare
+// running sums of probabilities with limits. The limits depend on the device's sum over the whole row, whose rounding
+// error is bounded by kMassError. If a running sum is closer to a limit than this error, the row is undecided.
 //
-// Returns 0, or an error code of common/check.h after one line on standard error. On an error, nothing is written.
+// Returns 0. If an argument is invalid, samples nothing, writes one line to standard error and returns an error code of
+// common/check.h.
 int sample_candidates(const SampleArgs& args, const CandidateArgs& candidates, int32_t* undecided);
 
 }  // namespace llmk

@@ -1,4 +1,4 @@
-// Checks of indices. Each returns 0, or an error code after one line on standard error.
+// Checks of indices. Each returns 0, or writes one line to standard error and returns an error code.
 #pragma once
 #include <cstdint>
 

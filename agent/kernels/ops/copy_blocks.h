@@ -19,8 +19,8 @@ struct CopyBlocksArgs {
   int64_t num_arrays, num_moves, block_bytes, device_blocks, host_blocks;
 };
 
-// Runs the moves. Returns 0, or an error code after one line on standard error if a kind or a block is out of range.
-// After an error, nothing has been copied.
+// Runs the moves. Returns 0. If a kind or a block is out of range, copies nothing, writes one line to standard error
+// and returns an error code.
 int copy_blocks(const char* op, const CopyBlocksArgs& args);
 
 }  // namespace llmk

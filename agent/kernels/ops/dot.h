@@ -83,7 +83,8 @@ struct PackedColumns {
   }
 };
 
-// Adds to total[r][c] the products of row r and column c, for k from 0 to depth.
+// Adds the products of row r and column c at k = 0 to depth - 1 to the 16 lanes of total[r][c]. sum_tile() adds the
+// lanes.
 template <int R, int C, class X, class W, template <int, class> class Columns>
 LLMK_INLINE void dot_tile(const X* const (&x)[R], const Columns<C, W>& w, int64_t depth, Vec (&total)[R][C]) {
   using D = Dot<X, W>;

@@ -15,8 +15,8 @@ struct GatherArgs {
   bool wide_indices;
 };
 
-// Gathers the rows. Returns 0, or an error code after one line on standard error if an index is out of range. After an
-// error, nothing has been written.
+// Gathers the rows. Returns 0. If an index is out of range, gathers nothing, writes one line to standard error and
+// returns an error code.
 int gather_rows(const char* op, const GatherArgs& args);
 
 }  // namespace llmk

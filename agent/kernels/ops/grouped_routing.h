@@ -2,8 +2,9 @@
 //
 //   score    of an expert: softmax of the logits over all experts (V2), or sigmoid of the expert's logit (V3)
 //   ranking  of an expert: score + correction
-//   groups   the experts form `groups` groups of equal size; a group's ranking is its largest, or with `corrected`
-//            the sum of its two largest rankings; the `chosen_groups` best groups are chosen
+//   groups   the experts form `groups` groups of equal size; the ranking of a group is the largest ranking of its
+//            experts, or with `corrected` the sum of the two largest; the `chosen_groups` groups with the largest
+//            rankings are chosen
 //   ids      the `chosen` experts with the largest rankings in these groups
 //   weights  the scores of these experts; if `normalised`, divided by (the sum of these scores + 1e-20); then times
 //            `factor`

@@ -36,8 +36,8 @@ struct HandBlocksArgs {
 
 // Runs the moves, with one thread for each block. A move to the pool writes the block, the expected header and the
 // checksum. A move from the pool compares the header, copies the block and compares the checksum. If the header or the
-// checksum is wrong, sets faults[m] to 1. All other elements of `faults` stay unchanged. Returns 0, or an error code
-// after one line on standard error if a kind or a block is out of range. After an error, nothing has been copied.
+// checksum is wrong, sets faults[m] to 1. All other elements of `faults` stay unchanged. Returns 0. If a kind or a
+// block is out of range, copies nothing, writes one line to standard error and returns an error code.
 int hand_blocks(const char* op, const HandBlocksArgs& args);
 
 // Writes the checksum of `parts` pieces of `part_bytes` bytes each, which follow each other at `data`.

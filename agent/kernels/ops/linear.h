@@ -36,7 +36,7 @@
 // A weight in parts is a header, followed by one blob for each of several consecutive ranges of the depth. Each blob
 // starts on a cache line, and the first blob has the bias. The product with the whole weight is the sum of the products
 // with its parts. These products are added in float32, in the order of the parts, and the sum is rounded once. If each
-// part is in another agent, the sum over the agents has the same bits.
+// agent of a group has one part, the sum over the agents has the same bits.
 //
 // Arithmetic. It is the same for every tile, batch and thread count. The factor x_scale belongs to an activation row,
 // w_scale to a weight column, and scale to a group of a weight column:
@@ -157,14 +157,15 @@ struct PackSource {
 int64_t packed_weight_bytes(WeightFormat format, int64_t columns, int64_t depth, int64_t group, bool biased,
                             bool static_inputs = false);
 
-// Writes a blob (64-byte aligned) with all threads. Returns 0, or an error code after one line on standard error.
+// Writes a blob (64-byte aligned) with all threads. Returns 0, or writes one line to standard error and returns an
+// error code.
 int pack_weight(const PackSource& source, void* blob);
 
-// Checks a blob of `bytes` bytes. Returns 0, or an error code after one line on standard error.
+// Checks a blob of `bytes` bytes. Returns 0, or writes one line to standard error and returns an error code.
 int check_packed_weight(const char* op, const void* blob, int64_t bytes);
 
-// Writes the header of a weight in parts. The `parts` parts are already packed and begin 64 bytes after `blob`.
-// Returns 0, or an error code after one line on standard error.
+// Writes the header of a weight in parts. The `parts` parts are already packed and begin 64 bytes after `blob`. Returns
+// 0, or writes one line to standard error and returns an error code.
 int join_weight_parts(void* blob, int64_t bytes, int32_t parts);
 
 // Activations, quantised row by row. q is in [-127, 127]: x = scale * q, with scale = max|x| / 127. With a weight that
@@ -206,7 +207,7 @@ struct LinearArgs {
   const LoraRows* lora;  // adapters of the rows; null: none. Must be null for a weight in parts.
 };
 
-// Checks the arguments of kernels().linear. Returns 0, or an error code after one line on standard error.
+// Checks the arguments of kernels().linear. Returns 0, or writes one line to standard error and returns an error code.
 int check_linear(const char* op, const LinearArgs& args);
 
 // Number of columns of a panel.
@@ -237,9 +238,9 @@ static inline WeightShape weight_shape(WeightFormat format, int64_t columns, int
   return shape;
 }
 
-// Returns where a step finds the weights of vector v (0 to 3) of a panel. The result is a byte offset from the start of
-// the quantisation group. Without groups, it counts from the start of the panel. `steps` is the number of steps of the
-// group or panel.
+// Returns the position of the weights of step `step` and vector v (0 to 3) in a panel. The position is a byte offset
+// from the start of the quantisation group or, without groups, from the start of the panel. `steps` is the number of
+// steps of the group or panel.
 static inline int64_t step_offset(int64_t tile_steps, int64_t steps, int64_t step, int v, int64_t vector_bytes) {
   const int64_t first = step / tile_steps * tile_steps;  // first step of the tile
   return (v / 2 * 2 * steps + 2 * first + v % 2 * smaller(tile_steps, steps - first) + step - first) * vector_bytes;
@@ -310,9 +311,9 @@ static inline StaticInputs static_inputs_of(const void* blob) {
   return {first, first + stride, reinterpret_cast<const int32_t*>(first + 2 * stride)};
 }
 
-// Returns the number of the first weight column in vector v (0 to 3) of a panel. A vector has 16 columns, but the last
-// vectors may have fewer. The function vector_end() returns the limit: lanes for columns from this number on hold
-// zeros.
+// Returns the index of the first weight column in vector v (0 to 3) of a panel. Lane i of the vector holds the column
+// with this index plus i. The function vector_end() returns the end of the existing columns: lanes for columns from
+// this index on hold zeros.
 static inline int64_t vector_column(const PackedWeightHeader& header, int64_t panel, int v) {
   if (header.gated == 0) return panel * kPanelColumns + v * 16;
   return panel * (kPanelColumns / 2) + v / 2 * 16 + (v % 2 == 0 ? 0 : header.columns / 2);

@@ -86,7 +86,7 @@ class Finishing {
   Finishing(const LinearJob& job, int64_t panel)
       : job_(job), halves_{{job, panel, 0, Finish::kStores}, {job, panel, 1, Finish::kStores}} {}
 
-  // Sets the rows that the next calls of some() process. First processes the rows that are left of the block before.
+  // Sets the rows that the next calls of some() process. First processes the remaining rows of the previous block.
   void begin(int half, int64_t row, int64_t rows, const float* sums) {
     some(rows_);
     half_ = &halves_[half];

@@ -234,8 +234,8 @@ static inline void piece_rows(const LinearJob& job, const Piece& piece, int64_t 
       any_tile<Form, 4>(job, piece, first, count, tile_sums, nullptr);
     } else if (fetching == 2 && !tall) {
       any_tile<Form, 2>(job, piece, first, count, tile_sums, next);
-    // Each tile prefetches one cache line per step. Four tiles together prefetch the whole next piece. Two tall tiles
-    // do so, too, because a tall tile reads a panel in two halves and so takes twice as many steps.
+    // Here each tile prefetches one cache line per step, so four tiles together prefetch the whole next piece. Two tall
+    // tiles are also enough: a tall tile reads a panel in two halves, so it takes twice as many steps.
     } else {
       any_tile<Form, 1>(job, piece, first, count, tile_sums, next);
     }

@@ -52,7 +52,8 @@ struct MatrixStep : MatrixTiles {
   using Sum = typename Products::Total;
   static constexpr int kVectorBytes = 64;
 
-  // The loop of sum_steps() (linear_tiles.h).
+  // Adds the products of R rows and one vector to `total`. This is the loop of sum_steps() for matrix instructions;
+  // linear_tiles.h explains the arguments.
   template <int R, int C, int kLines>
   LLMK_INLINE void sum(const uint8_t* w, int64_t half_bytes, int v, const X* x, int64_t x_stride, int64_t steps,
                                const uint8_t* next, Sum (&total)[R][C]) {
@@ -119,8 +120,8 @@ struct MatrixStep : MatrixTiles {
       pairs[i] = vreinterpretq_s32_s64(vld1q_s64(both));
     }
   }
-  // Converts the sums of rows to the sums of pairs of rows, which the matrix instruction adds to. store_sums() converts
-  // them back.
+  // Copies sums from `total`, a vector of 16 sums for each row, to `sums`, registers for pairs of rows. The matrix
+  // instruction adds to these registers. The function store_sums() copies the sums back.
   template <int R, int kPairs, int C>
   LLMK_INLINE void load_sums(const Sum (&total)[R][C], typename Products::Sums (&sums)[kPairs][8]) {
     LLMK_UNROLL

@@ -51,8 +51,8 @@ struct NibbleStep {
   static constexpr int64_t kSteps = 4;
   static constexpr int columns(int rows) { return rows == 1 ? 2 : 1; }
 
-  // Prefetches for one step as many cache lines as kLines says (linear_tiles.h). The tile calls this only in its first
-  // pass over the steps, because later passes read the same weights again.
+  // Prefetches the cache lines of one step. Their number is kLines, which linear_tiles.h explains. The tile calls this
+  // function only in its first pass over the steps, because later passes read the same weights again.
   template <int C, int kLines>
   LLMK_INLINE void fetch(const uint8_t* step, int64_t half_bytes, int v, const uint8_t* next) {
     if (kLines == 4) {
@@ -63,8 +63,9 @@ struct NibbleStep {
     if (kLines == 2) __builtin_prefetch(next + 64, 0, 2);
   }
 
-  // The loop of sum_steps() (linear_tiles.h). H halves of columns are summed in one pass over the steps. After every
-  // kSteps steps, the 16-bit sums are added to the 32-bit sums.
+  // Adds the products of R rows and C vectors to `total`. This is the loop of sum_steps() for 4-bit weights;
+  // linear_tiles.h explains the arguments. One pass over the steps sums H halves of vectors. After every kSteps steps,
+  // the 16-bit sums are added to the 32-bit sums.
   template <int R, int C, int kLines>
   LLMK_INLINE void sum(const uint8_t* w, int64_t half_bytes, int v, const X* x, int64_t x_stride, int64_t steps,
                        const uint8_t* next, Ints (&total)[R][C]) {

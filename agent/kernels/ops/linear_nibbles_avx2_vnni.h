@@ -25,8 +25,9 @@ struct NibbleStep : WideTiles {
   using Sum = Ints;
   static constexpr int kDepth = 8, kVectorBytes = 64, kZero = 8;
 
-  // The loop of sum_steps() (linear_tiles.h). Multiplies the low nibbles of a step before it unpacks the high nibbles.
-  // So only one of them needs a register at a time.
+  // Adds the products of R rows and C vectors to `total`. This is the loop of sum_steps() for 4-bit weights;
+  // linear_tiles.h explains the arguments. Multiplies the low nibbles of a step before it unpacks the high nibbles, so
+  // that they can use the same register.
   template <int R, int C, int kLines>
   LLMK_INLINE void sum(const uint8_t* w, int64_t half_bytes, int v, const X* x, int64_t x_stride, int64_t steps,
                        const uint8_t* next, Ints (&total)[R][C]) {

@@ -226,7 +226,7 @@ LLMK_INLINE void multiply_step(const uint8_t* const (&at)[C], const typename Ste
   }
 }
 
-// The loop of sum_steps() for a Step without its own loop (kOwnLoop is false).
+// Does the work of sum_steps() below, if the Step has no loop of its own (kOwnLoop is false).
 template <class Step, int R, int C, int kLines, int64_t kTile>
 LLMK_INLINE void sum_in_order(const uint8_t* w, int64_t half_bytes, int v, const typename Step::X* x, int64_t x_stride,
                               int64_t steps, const uint8_t* next, typename Step::Sum (&total)[R][C]) {

@@ -140,8 +140,8 @@ class TiledWeightOnly {
     store_tile<2 * H + 1>(last_.sums + kLanes, kPanelColumns * 4);
   }
 
-  // Adds the sums of the step before the previous step to the totals: total = fma(sum, scale, total). Call this after
-  // store_last(): it also notes that the sums of the previous step are stored now.
+  // Adds the sums of the step before the previous step to the totals: total = fma(sum, scale, total). The caller must
+  // call store_last() first. The next call of fold() adds the sums of the previous step.
   void fold() {
     if (stored_.rows > 0) fold_group<2>(stored_.sums, stored_.scales, stored_.rows, stored_.first, stored_.totals);
     stored_ = last_;

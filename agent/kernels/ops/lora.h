@@ -51,8 +51,8 @@ struct ShrinkTile {
   int32_t rows;
 };
 
-// Sets the adapter of a packed weight for one adapter slot. A null `adapter` removes it. The caller must keep the
-// memory of the adapter, and must call this only while no linear layer runs.
+// Sets the adapter of a packed weight for one adapter slot. If `adapter` is null, removes the adapter of this slot. The
+// caller must keep the memory of the adapter, and must call this only while no linear layer runs.
 void set_adapter(const void* packed_weight, int32_t slot, const LoraWeight* adapter);
 
 // Computes the products with A for the rows of a linear layer. `slots` [rows] has the adapter slot of each row. Returns

@@ -1,10 +1,10 @@
 // Computes the products of paged attention (paged_rows.h) on AMX tiles: the scores, and the weighted sums of values.
-// The panels of keys and values (paged_units.h) have the layout of tiles. A cache with units of 4 bytes has the same
-// layout.
+// The panels of keys and values (paged_units.h) have the layout of tiles. They consist of units of 4 bytes: two
+// bfloat16 or four int8 numbers. A cache that consists of these units has the same layout.
 //
-// For int8, tiles give the same integers as vector registers. For bfloat16, a tile adds up 16 units of dims or of keys
-// from zero, which is another order than in vector registers. Therefore every product with a bfloat16 cache uses tiles,
-// even for a single row. So a row gets the same bits in a step with any number of rows.
+// For int8, tiles give the same integers as vector registers. For bfloat16, a tile product adds up 16 units from zero,
+// which is another order than in vector registers. Therefore every product with a bfloat16 cache uses tiles, even for a
+// single row. So a row gets the same bits in a step with any number of rows.
 //
 // Each tile of a panel is multiplied by two tiles of rows (upper and lower), so that it is loaded only once for both.
 // With bfloat16, the two tiles are 32 rows. With int8, they are the high bytes and the low bytes of 16 rows.
@@ -92,9 +92,9 @@ LLMK_INLINE void multiply_tile() {
   if constexpr (!kScores) TileProducts<F>::template value<S, X, W>();
 }
 
-// Multiplies rows by `columns` panels and adds the products to the sums in tiles 0 to 3. If kLower is false, only the
-// upper rows are multiplied, and tile i has the sums for panel i (of up to four). If kLower is true, there are two
-// panels: tiles 0 and 1 are for the upper rows, tiles 2 and 3 for the lower rows.
+// Multiplies rows by several panels and adds the products to the sums in tiles 0 to 3. `columns` is the number of
+// panels: 2 or 4. If kLower is false, multiplies only the upper rows, and tile i has the sums of panel i. If kLower is
+// true, there are two panels. Tiles 0 and 1 have the sums of the upper rows, tiles 2 and 3 those of the lower rows.
 //
 // The function at(step, column) returns the address of the 16 units that panel number `column` has for a step. These
 // units are `stride` bytes apart.
@@ -139,11 +139,13 @@ LLMK_INLINE void store_lower(void* out, int64_t stride) {
   store_tile<3>(static_cast<char*>(out) + 64, stride);
 }
 
-// Stores the sums of the tiles as rows, which are `stride` floats apart. A tile has one vector of up to kAmxRows rows.
-// Tiles 0 and 1 are vectors 0 and 1 of the upper rows.
+// Stores the sums of the tiles as rows, which are `stride` floats apart. A tile has 16 sums (a vector) of each row:
 //
-// If `lower`, tiles 2 and 3 are vectors 0 and 1 of the lower rows. Otherwise they are vectors 2 and 3 of the upper rows
-// if `columns` is 4, and unused if `columns` is 2. The function restore_sums() loads the tiles from the same addresses.
+//   tiles 0 and 1                      vectors 0 and 1 of the upper rows
+//   tiles 2 and 3, `lower`             vectors 0 and 1 of the lower rows
+//   tiles 2 and 3, not `lower`         vectors 2 and 3 of the upper rows if `columns` is 4; unused if `columns` is 2
+//
+// The function restore_sums() loads the tiles from the same addresses.
 LLMK_INLINE void store_sums(float* out, int64_t stride, bool lower, int64_t columns) {
   store_upper(out, stride * 4);
   if (lower || columns > 2) store_lower(lower ? out + kAmxRows * stride : out + 2 * kLanes, stride * 4);
@@ -299,8 +301,9 @@ class TileWork {
 
  private:
   struct Steps {
-    // How far the queued products are: `column` and `step` are those of the next product, out of `columns` and `steps`.
-    // For scores, a column is a pair of groups of keys. For weighted sums of values, it is a pair of vectors of dims.
+    // The progress of the queued products. The next product is step `step` (of `steps`) of column `column` (of
+    // `columns`). For scores, a column is a pair of groups of keys. For weighted sums of values, it is a pair of
+    // vectors of dims.
     int64_t columns = 0, steps = 0, column = 0, step = 0;
 
     int64_t left() const { return (columns - column) * steps - step; }

@@ -135,8 +135,8 @@ static inline void widen_keys(const HeadTile& now, int64_t dim, Unit* panel) {
   }
 }
 
-// Converts the V half of a cache to floats in a panel [key][padded_dim]. A 4-byte unit of the cache holds one element
-// of each of kPer keys. Missing keys get zeros.
+// Converts the values of a cache with 4-byte units to floats in a panel [key][padded_dim]. A unit of the cache has one
+// dim of the values of kPer consecutive keys. Keys after the last key of the tile get zeros.
 template <class C>
 static inline void widen_values(const HeadTile& now, int64_t dim, int64_t padded_dim, Unit* panel) {
   constexpr int kPer = 4 / sizeof(C);
@@ -228,8 +228,9 @@ static inline void copy_group(const Unit* from, int64_t there, int64_t dim, Unit
   }
 }
 
-// Sets panels->values for groups [begin, end). Each pointer is for `product_groups` groups. It points into the cache if
-// these groups are complete and adjacent there. Otherwise the groups are copied to `buffer`, and it points to the copy.
+// Sets panels->values for groups [begin, end). Each pointer leads to the values of `product_groups` groups. If these
+// groups are complete and adjacent in the cache, the pointer leads into the cache. Otherwise the values are copied to
+// `buffer`, and the pointer leads to the copy.
 template <class F>
 static inline void point_at_values(const HeadTile& now, int64_t begin, int64_t end, int64_t dim, int64_t product_groups,
                                    Unit* buffer, TilePanels* panels) {

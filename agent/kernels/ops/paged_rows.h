@@ -71,8 +71,9 @@ struct SoftmaxState {
 
 // The query rows of a task: `rows` rows for each of `heads` kv heads. Row r of head h has the number h * rows + r.
 struct TaskRows {
-  // `query_units` is the number of units in which a query is multiplied by keys. A packed query has F::kRowWords 32-bit
-  // words for each unit: one for each pass of Int8Form, or one float for each element with WidenedForm.
+  // `query_units` is the number of 32-bit units of a key, rounded up to a multiple of 16. A packed query has
+  // F::kRowWords 32-bit words for each of these units. Int8Form has two words, one for each pass over the units.
+  // WidenedForm has one float for each element of the unit.
   int64_t heads, rows, dim, padded_dim, query_units;
   const int64_t* visible;                             // [rows]: a row sees keys before this position; ascending
   const int64_t* first;                               // [rows]: first key that a row sees; null: key 0 for all rows

@@ -125,7 +125,7 @@ LLMK_INLINE void store_transposed(const Vec (&rows)[16], Unit* panel, int64_t st
 #endif
 }
 
-// The arithmetic of a product. The other product classes have the same functions:
+// Multiplies rows by panels of floats. The product classes of all other forms have the same functions:
 //
 //  lanes(p)             loads 16 units of a panel.
 //  spread(p)            broadcasts one unit of a row.
@@ -134,8 +134,8 @@ LLMK_INLINE void store_transposed(const Vec (&rows)[16], Unit* panel, int64_t st
 //  restore(sums)        loads an accumulator from memory
 //  result(total)        converts an accumulator to floats
 struct FloatProduct {
-  // 1: a unit is multiplied as a whole by one word of a row. Only WidenedForm has more parts. There, each element of a
-  // unit is multiplied by its own word of the row.
+  // Number of parts in which a unit is multiplied. 1: the whole unit is multiplied by one word of a row. With
+  // WidenedForm, each element of a unit is a part, and is multiplied by its own word of the row.
   static constexpr int kParts = 1;
   using Acc = Vec;
   using Operand = Vec;
@@ -155,7 +155,8 @@ struct FloatProduct {
 struct FloatForm {
   using ScoreProduct = FloatProduct;
   using ValueProduct = FloatProduct;
-  // Elements in a unit; passes over the units; 32-bit words that a packed row has for each unit.
+  // The constant kPerUnit is the number of elements in a unit, and kPasses is the number of passes over the units. A
+  // packed row has kRowWords 32-bit words for each unit.
   static constexpr int kPerUnit = 1, kPasses = 1, kRowWords = 1;
   static constexpr bool kPacks = true;         // true: if the cache has no units, keys and values are packed to panels
   static constexpr int64_t kDimStep = kLanes;  // dim is padded to a multiple of this number

@@ -4,8 +4,8 @@
 #ifdef LLMK_VNNI
 namespace llmk::LLMK_ARCH::paged {
 
-// Runs the instruction VPDPBUSD. This is assembly, because GCC 12 copies the accumulators of the intrinsic in every
-// iteration of a loop.
+// Multiplies unsigned by signed bytes (VPDPBUSD). Returns `total` plus the sum of the four products in each 32-bit
+// lane. This is assembly, because GCC 12 copies the accumulators of the intrinsic in every iteration of a loop.
 LLMK_INLINE Ints dot_bytes(Ints total, Ints unsigned_bytes, Ints signed_bytes) {
 #ifdef LLMK_VEC_AVX512
   asm("vpdpbusd %2, %1, %0" : "+v"(total.v) : "v"(unsigned_bytes.v), "v"(signed_bytes.v));
@@ -144,8 +144,8 @@ struct Int8Form {
           high(reinterpret_cast<uint8_t*>(out)),
           low(high + kPartition) {}
 
-    // Takes the softmax weights of groups `group` and `group` + 1 of keys. The caller passes the groups in ascending
-    // order, and their number must be a multiple of four. Every second call stores the weights of four groups.
+    // Receives the softmax weights of two groups of keys: groups `group` and `group` + 1. The caller must pass the
+    // groups in ascending order, and an even number of pairs. Every second call stores the weights of four groups.
     LLMK_MEMBER void put(int64_t group, Vec first, Vec second) {
       masses = add(masses, add(first, second));
       const Ints mixed = pack_words(whole(first, group), whole(second, group + 1));

@@ -116,7 +116,7 @@ static inline void scatter_key(const RotaryAttentionArgs& args, const char* row,
   const int64_t units = args.dim * cache_element_bytes(args) / 4;
   for (int64_t u = 0; u < units; ++u) std::memcpy(out + u * kGroupKeys * 4, row + u * 4, 4);
 }
-// Writes the value of one token to a cache of 4-byte units. Each element is a part of another unit.
+// Writes the value of one token to a cache of 4-byte units. Each element of the value belongs to a different unit.
 template <class C>
 static inline void scatter_value(const RotaryAttentionArgs& args, const char* row, int64_t index, char* chunk) {
   C* out = reinterpret_cast<C*>(chunk) + value_element(args, index, 0);

@@ -7,7 +7,8 @@
 //                          two int4 values share a byte, the even index of the last axis in the low half;
 //                          a weight is (value + offset) * scale; scales and offsets are [columns], or with groups
 //                          of the depth [columns, groups], or [groups, columns] if not transposed
-//  GroupedMatmulV4         several weights [depth, columns], each like one of the above that is not transposed
+//  GroupedMatmulV4         several weights of equal size, one after another; each has one of the forms above and is
+//                          [depth, columns]
 //
 // A weight that never changes is packed once, by keep_primitive(). Then the address of its values identifies the
 // weight. A primitive fails if it gets this address with other sizes or types. Other weights are packed in each call.
@@ -38,13 +39,15 @@ struct PrimitiveWeight {
 // Returns the size of the packed weight, or 0 if the weight is invalid.
 int64_t primitive_blob_bytes(const PrimitiveWeight& weight);
 
-// Writes the blob (64-byte aligned). Returns 0, or an error code after one line on standard error.
+// Writes the blob (64-byte aligned). Returns 0. After an error, writes one line to standard error and returns an error
+// code.
 int pack_primitive(const char* op, const PrimitiveWeight& weight, void* blob);
 
 int keep_primitive(const PrimitiveWeight& weight, void* blob, int64_t blob_bytes);
 void forget_primitive(const void* values);
 
-// Returns the blob of a kept weight, or null for an unknown address. Sets `error` if the kept weight differs.
+// Returns the blob that keep_primitive() has stored for the address weight.values, or null if there is none. If the
+// stored weight has other sizes, types or scales than `weight`, sets `error` and returns null.
 const void* kept_blob(const char* op, const PrimitiveWeight& weight, int* error);
 
 }  // namespace llmk

@@ -101,7 +101,7 @@ const ScratchVector<RankedRow::Ranked>& RankedRow::sorted(int bin) {
   return tokens;
 }
 
-// Bins are in descending order of logits. Only the first bin that is not kept whole is sorted.
+// Adds bins in descending order of their logits. Sorts only one bin: the first for which keep_bin() returns false.
 template <class KeepBin, class KeepToken>
 Prefix RankedRow::walk(const KeepBin& keep_bin, const KeepToken& keep_token) {
   Prefix prefix{0, 0};

@@ -152,13 +152,12 @@ static inline CachePlace cache_place(const RotaryAttentionArgs& args, int64_t bl
   return {chunk + row * row_bytes, chunk + args.block_size * row_bytes + row * 4};
 }
 
-// Checks the arguments of a whole step. Returns 0, or an error code after one line on standard error. After an error,
-// nothing was written. Fills `query_starts` [num_seqs] and write_first, and sets the rows of `out` after the last
-// sequence to zero.
+// Checks the arguments of a whole step. Fills `query_starts` [num_seqs] and write_first, and sets the rows of `out`
+// after the last sequence to zero. Returns 0, or writes one line to standard error and returns an error code.
 int check_rotary_attention(const char* op, RotaryAttentionArgs* args, int64_t* query_starts);
 
 // Checks the arguments of attention whose queries are rotated already, and whose keys and values exist already. Returns
-// 0, or an error code after one line on standard error.
+// 0, or writes one line to standard error and returns an error code.
 //
 // `starts` holds 2 * num_seqs numbers: first query_starts, then key_starts. key_starts are written only without block
 // tables. In this case, `key_rows` is the number of rows of the keys and of the values.

@@ -49,8 +49,8 @@ struct SampleArgs {
 // Returns true if a row that samples has penalties and therefore needs its history.
 bool has_penalties(const SampleArgs& args);
 
-// Samples all rows. Returns 0, or an error code of common/check.h after one line on standard error. After an error,
-// nothing has been written.
+// Samples all rows. Returns 0. If an argument is invalid, samples nothing, writes one line to standard error and
+// returns an error code of common/check.h.
 int sample(const SampleArgs& args);
 
 // The random number generator Philox4x32-10 (Salmon et al., SC 2011): writes the four random numbers of a counter and a

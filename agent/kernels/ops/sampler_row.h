@@ -18,8 +18,8 @@ double uniform(uint64_t seed, int32_t position);
 bool is_skipped(const SampleArgs& args, int64_t row);
 bool has_penalties(const SampleArgs& args, int64_t row);
 
-// Returns true if candidates.cc implements every filter of the row. Then it may choose the token without the row's
-// other logits.
+// Returns true if candidates.cc implements every filter of the row. Then candidates.cc may choose the row's token from
+// the candidates, without the other logits.
 bool candidates_have_filters(const SampleArgs& args, int64_t row);
 
 // Returns the allowed tokens of a row as bits, or null if all tokens are allowed.
@@ -29,7 +29,8 @@ inline bool is_allowed(const uint32_t* mask, int32_t id) {
   return mask == nullptr || (mask[id / 32] >> (id % 32) & 1u) != 0;
 }
 
-// Returns 0, or an error code after one line on standard error if the parameters, the history or the mask are invalid.
+// Returns 0. If the parameters, the history or the mask are invalid, writes one line to standard error and returns an
+// error code.
 int check_row(const SampleArgs& args, int64_t row);
 
 // Returns the logit after the penalties, for a token of the history that occurs `count` times in the output.

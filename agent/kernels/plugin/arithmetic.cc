@@ -154,7 +154,8 @@ struct Broadcast {
     strides[1][axes++] = b;
   }
 
-  // Sets `a` and `b` to the offsets, in elements, at which the operands have the inputs of output element `index`.
+  // Finds the inputs of output element `index`. Sets `a` and `b` to their offsets in the first and in the second
+  // operand, in elements.
   void locate(int64_t index, int64_t* a, int64_t* b) const {
     *a = *b = 0;
     for (int axis = axes - 1; axis >= 0; --axis) {

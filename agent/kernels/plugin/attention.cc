@@ -22,7 +22,8 @@ static int check_heads(const Call& call, const RotaryAttentionArgs& args, int64_
                      static_cast<long long>(key_width), static_cast<long long>(args.kv_heads));
 }
 
-// Reads the arguments that have the same index in both primitives: query 0, key 1, value 2, and the output last.
+// Reads the arguments that FlashAttentionScore and PagedAttention have at the same index: query 0, key 1, value 2, and
+// the output last.
 static RotaryAttentionArgs ready_args(const Call& call) {
   RotaryAttentionArgs args{};
   args.ready = true;
@@ -86,7 +87,8 @@ int plugin_flash_attention(const Call& call) {
   return 0;
 }
 
-// Tests element `index` of a mask. `element_bytes` is 1 for bool, 4 for float32, and 2 for float16 and bfloat16.
+// Returns true if element `index` of a mask is not zero, which means that the key is hidden. `element_bytes` is 1 for
+// bool, 4 for float32, and 2 for float16 and bfloat16.
 static bool is_masked(const void* mask, int64_t element_bytes, int64_t index) {
   if (element_bytes == 1) return static_cast<const uint8_t*>(mask)[index] != 0;
   if (element_bytes == 4) return static_cast<const float*>(mask)[index] != 0;

@@ -150,7 +150,8 @@ int chunk_mask(Launch* const* parts, const Fusion& fusion) {
 // is still in the processor's cache.
 enum { kQuantX, kSmoothScales, kQuantY, kQuantScale, kQuantCount };
 
-// Calls write_row(row, values) for each row, and quantises these values to int8. Returns 0.
+// Quantises rows to int8, for the operator `quant` (DynamicQuantExt). Calls write_row(row, values) for each row, which
+// must write the row to `values`. Returns 0.
 template <class RowFunction>
 int quantise_rows(const Call& quant, int64_t rows, int64_t depth, const RowFunction& write_row) {
   const DType dtype = quant.dtype(kQuantX);

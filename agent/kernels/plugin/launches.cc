@@ -218,7 +218,8 @@ LLMK_ENTRY int64_t llmk_recorded_launches(const void* recording) {
   return static_cast<int64_t>(static_cast<const llmk::Recording*>(recording)->launches.size());
 }
 
-// Returns the name of a fusion, its operators joined by '+', or null if there are fewer fusions.
+// Returns the name of fusion number `number`: its operators, joined by '+'. Returns null if the recording has no fusion
+// of this number.
 LLMK_ENTRY const char* llmk_recorded_fusion(const void* recording, int64_t number) {
   const std::vector<llmk::Fusion>& fusions = static_cast<const llmk::Recording*>(recording)->fusions;
   return number < static_cast<int64_t>(fusions.size()) ? fusions[static_cast<size_t>(number)].name : nullptr;

@@ -12,7 +12,7 @@ namespace llmk {
 class Blob {
  public:
   // Finds the form that keep_primitive() has stored. If there is none, packs the weight into memory of this object.
-  // Returns 0, or an error code after one line on standard error.
+  // Returns 0, or writes one line to standard error and returns an error code.
   int find(const char* op, const PrimitiveWeight& weight);
   const void* data() const { return data_; }
 

@@ -90,7 +90,8 @@ bool may_write(Launch* launch, const char* start, const char* end) {
   return false;
 }
 
-// Later readers of a Reshape cannot read its input if this launch may change the input.
+// Clears the source of each Reshape whose input this launch may change. Later readers of the Reshape then read its
+// result, not its input.
 void forget_written_sources(Recording* recording, Launch* launch) {
   for (Value& value : recording->values) {
     if (value.source != nullptr && may_write(launch, value.source, value.source + (value.end - value.start))) {
