@@ -29,7 +29,7 @@ logger = logging.getLogger("agent.cache_pages")
 START_BYTES = 64 << 20
 """Size of the first part of the cache in bytes. The start waits until this part has pages."""
 IDLE_S = 0.02
-"""If no message arrives for this time, the agent counts as idle. The pause between two steps of a stream is shorter."""
+"""If no message arrives for this time, the agent is idle. The pause between two decode steps is shorter."""
 BUSY_SHARE = 0.02
 """Maximum fraction of the time for which a busy agent allocates pages between its steps."""
 _PIECE_BYTES = 2 << 20
@@ -78,7 +78,7 @@ class LaterPages:
         self._pieces = deque(pieces)
         self._clock = clock
         self._due = clock()
-        """Earliest time at which ``allocate_busy`` allocates the next piece."""
+        """Earliest time at which ``allocate_busy`` allocates the next 2 MiB."""
         self._num_failed = 0
         self.wait_s: float | None = IDLE_S if self._pieces else None
 

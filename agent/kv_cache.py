@@ -24,10 +24,11 @@ class KVCache:
 
     The server decides which sequence owns which block. The states of linear attention belong to batch rows.
 
-    Each layer has one array of keys and one array of values, with the layout of ``OpTable.cache_layout``. If there is
-    an ``OpTable.scale_layout``, a third array has the scales of both. With latent attention, each layer has only one
-    array, with the layout of ``OpTable.latent_cache_layout``. The first axis is the block. If the device has its own
-    memory, there are no arrays, and ``bind`` creates the cache on the device.
+    Each layer has one array of keys and one array of values, with the layout of ``OpTable.cache_layout``. If
+    ``OpTable.scale_layout`` is not None, a third array has the scales of keys and values. With latent attention, each
+    layer has only one array, with the layout of ``OpTable.latent_cache_layout``. The first axis of each array is the
+    block. If the device has its own memory, this object has no arrays in host memory. Then ``bind`` creates the KV
+    cache on the device.
     """
 
     def __init__(self, config: Config, ops: OpTable, pool: HostPoolMemory | None = None) -> None:

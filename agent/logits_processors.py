@@ -58,7 +58,7 @@ def _loaded(name: str, vocab_size: int) -> LogitsProcessor:
 def process(
     processors: Sequence[tuple[str, LogitsProcessor]], history: Int32Array, num_prompt_tokens: int, logits: Float32Array
 ) -> None:
-    """Changes the logits [vocabulary] of one sequence in place. ``history`` has its prompt and its output.
+    """Changes the logits [vocabulary] of one sequence in place. ``history`` has the tokens of its prompt and output.
 
     Raises AgentError if a processor fails, if it forbids every token, or if a logit is NaN or +infinity.
     """

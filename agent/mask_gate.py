@@ -60,7 +60,8 @@ class MaskGate:
     def wait(self, seq: int) -> Mapping[int, LogitBias]:
         """Waits until the token masks of step ``seq`` are in its step slot. Returns the logit biases by batch row.
 
-        Raises AgentError if the masks do not arrive in time, and ProtocolError if a logit bias is missing.
+        Raises AgentError if the masks do not arrive in time. Raises ProtocolError if the message about the masks names
+        a batch row whose logit bias has not arrived.
         """
 
         def message_of_step() -> Masks | None:

@@ -119,7 +119,7 @@ class ModelRunner:
         """The hand-over pool in shared memory. None if the replicas have no roles. Set it before ``load``."""
         self._handed: HandedBlocks | None = None
         self.later_pages = LaterPages()
-        """Allocates the pages of the KV cache that have no memory after ``warm_up``."""
+        """Allocates the memory pages of the KV cache that the start has not allocated."""
         self._seconds = {"import": process_seconds()}
         self.profiling = Profiling(config.device, rank, self._set_replaying)
 

@@ -68,9 +68,9 @@ class RowTable:
     def write_drafts(self, rows: Int32Array, token_ids: Int32Array, num_before: Int32Array) -> None:
         """Writes drafts behind the histories of their batch rows. The lengths of the histories stay the same.
 
-        The arguments have an element for each input token of a step that verifies drafts. An input token is a draft, or
-        the last known token of its sequence. ``num_before`` counts the drafts of the sequence up to and including this
-        input token. If it is 0, the input token is no draft and is not written.
+        The arguments have an element for each input token of a step that verifies drafts. ``num_before`` is 0 for the
+        last known token of a sequence, which is not written. It is 1 for the sequence's first draft, 2 for its second
+        draft, and so on.
         """
         drafted = np.flatnonzero(num_before)
         places = self.history_len[rows[drafted]] + num_before[drafted] - 1
@@ -335,8 +335,8 @@ def _report_allowed(scores: StepLogits | DeviceScores, slot: StepSlot) -> None:
 
 
 def find_candidates(scores: DeviceScores, slot: StepSlot) -> bool:
-    """Starts the search for candidates on the device if at least one sequence of the step needs candidates. Returns
-    True in this case.
+    """Returns whether at least one sequence of the step needs candidates. If so, starts the search for candidates on
+    the device.
 
     A sequence needs no candidates if it is greedy, has no penalties and no mask, and reports no log-probabilities. If
     agents share the vocabulary, all of them must call this function, because they find the candidates together.

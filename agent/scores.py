@@ -94,10 +94,10 @@ class DeviceScores(ABC):
 
 
 def score_bits(scores: StepLogits | DeviceScores, index: int, *, whole: bool) -> bytes:
-    """Returns bytes by which the logits of sequence ``index`` can be compared with those of another run.
+    """Returns bytes for comparing the logits of sequence ``index`` with its logits in another run.
 
-    If the logits are on the host or ``whole`` is set, these are the bytes of all logits of the sequence. Otherwise they
-    are the bytes of the best token and its logit, because fetching all logits from a device takes long.
+    If the logits are on the host, the result has the bytes of all logits of the sequence. If they are on a device, it
+    has the bytes of the best token and its logit. With ``whole``, the bytes of all logits follow.
     """
     if isinstance(scores, StepLogits):
         return bytes(scores.values[index].data)

@@ -77,8 +77,8 @@ class SequenceStates:
         return self._ends.size + self._snapshot_ends.size
 
     def reset(self) -> None:
-        """Forgets all states. Before the first call, sequences may begin at any position without a state, because the
-        steps of the warm-up do so.
+        """Forgets all states. Before the first call, a sequence may begin at any position without a state, because the
+        steps of the warm-up begin at large positions.
         """
         self._ends[:] = _NONE
         self._nexts[:] = _NONE

@@ -116,8 +116,8 @@ class OpTable(ABC):
         hidden_size]. It has the embedding of each text token, and an output row of the vision encoder for each image
         token."""
         self.rows: Array | None = None
-        """[tokens, hidden_size]: the array that the graph reads as its first input in every step, if ``takes_rows``.
-        None if the input is another array in each step."""
+        """[tokens, hidden_size]: the fixed array that every step reads as its first input, if ``takes_rows``. None if
+        each step passes its own array to the graph."""
         self.rotary_rows: tuple[Array, Array] | None = None
         """Two arrays [tokens, rotary width] with the cosines and sines of a step's tokens. They exist if the agent
         gathers them from the rotary tables. None if the graph does this."""
@@ -148,7 +148,8 @@ class OpTable(ABC):
     def embeds(self) -> bool:
         """Whether the graph begins with the embedding of token ids. Otherwise its first input is hidden states.
 
-        True for the first stage, unless the agent embeds tokens itself because the rows of images replace some of them.
+        True for the first stage of a model that reads only text. If the model reads images, the agent embeds the tokens
+        itself, because outputs of the vision encoder replace some embeddings.
         """
         return self.is_first_stage and not self.takes_rows
 
@@ -311,11 +312,10 @@ class OpTable(ABC):
 
     @abstractmethod
     def tap(self, width: int) -> Operator:
-        """Returns an operator (hidden, residual, step) that adds an output to the graph. ``num_taps`` counts these
-        operators.
+        """Returns an operator (hidden, residual, step) that makes hidden + residual an additional output of the graph.
 
-        hidden and residual are [tokens, width]. ``StepGraph.tapped`` returns hidden + residual of each of these
-        operators. So a model can give the residual stream between two layers to other code.
+        hidden and residual are [tokens, width]. With this operator, a model makes the residual stream between two
+        layers available to other code, which reads it with ``StepGraph.tapped``. ``num_taps`` counts these operators.
         """
 
     @abstractmethod
@@ -423,9 +423,9 @@ class OpTable(ABC):
         """
 
     def chunk_mask(self) -> Operator | None:
-        """Returns an operator: the graph's input ``positions`` -> the attention mask of a step with parts of prompts.
+        """Returns an operator: the graph's input ``positions`` -> the attention mask of a step with chunks of prompts.
 
-        The model runs this operator once in each of these steps. Returns None if the device's ``attention`` needs no
+        The model runs this operator once in each step with chunks. Returns None if the device's ``attention`` needs no
         mask.
         """
         return None

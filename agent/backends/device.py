@@ -26,8 +26,8 @@ class DeviceTraits:
     """True: a linear weight is one packed blob (``agent.kernels.packing``) that includes its bias, and a tied output
     weight is a parameter of its own. False: weights are [out, in] as in checkpoints."""
     pads_whole_prompts: bool = True
-    """The form of the input ``query_lens`` of the graph for whole prompts. True: int64, with a fixed number of lengths,
-    which are zero after the last prompt. False: int32, with one length for each prompt.
+    """The form of the input ``query_lens`` in the graph for whole prompts. True: int64 with a fixed number of elements,
+    where zeros follow the lengths of the prompts. False: int32 with one length for each prompt.
     """
     own_memory: bool = False
     """True: the device has its own memory. Weights are copied there and freed in host memory one by one, and the KV

@@ -35,7 +35,7 @@ _PACKAGE_METADATA = (".dist-info", ".egg-info")
 _MAX_NAMESPACES = 3
 """Maximum number of nested folders, such as ``a/b/c``, in which the search for packages follows namespace packages."""
 MAX_LINKS = 10_000
-"""Maximum number of entries of a model folder that ``_link_targets`` examines."""
+"""Maximum number of folders and links in a model folder that ``_link_targets`` examines."""
 
 
 def cpu_rules(config: Config, environment: Mapping[str, str] = os.environ) -> list[Rule]:

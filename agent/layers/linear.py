@@ -30,9 +30,9 @@ class Weight(nn.Cell):
             self.adapter_a, self.adapter_b = adapters
 
     def operands(self) -> Any:
-        """Returns the weight in the form that operators take: alone, or in a tuple with its scales and offsets.
+        """Returns the weight as operators take it: alone, or in a tuple with its scales and offsets.
 
-        With adapters, returns a tuple of this form and the adapters' matrices.
+        With adapters, returns a tuple: the weight as described, then the adapters' matrices A and B.
         """
         return (self.weights(), self.adapter_a, self.adapter_b) if self.is_adapted else self.weights()
 

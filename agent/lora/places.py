@@ -55,8 +55,8 @@ def adapter_places(part: ModelPart, *, equal_vocabularies: bool) -> dict[str, tu
     tensor's name.
 
     A tensor has a place in each parameter that contains some of its rows. For example, the query weight of a hybrid
-    model also has the rows of the output gate. A tensor without a place belongs to another pipeline stage.
-    ``shard_specs`` describes ``equal_vocabularies``.
+    model also has the rows of the output gate. A tensor without a place belongs to another pipeline stage. With
+    ``equal_vocabularies``, all agents have the same number of vocabulary rows, and the last agent's rows are padded.
     """
     specs = [spec for spec in weight_specs(part.whole) if _may_have_adapter(spec)]
     own = shard_specs(specs, part, equal_vocabularies=equal_vocabularies)
@@ -84,7 +84,11 @@ def _parts(specs: list[WeightSpec]) -> Iterator[tuple[str, WeightPart]]:
 
 
 def _place(part: WeightPart, spec: WeightSpec, rows: slice, cut: TensorCut | None) -> Place:
-    """Returns the place of one part of a checkpoint tensor. Some tensors, such as Phi-3's qkv, have several parts."""
+    """Returns the place of ``part``: all rows of a checkpoint tensor, or some rows of a tensor such as Phi-3's qkv.
+
+    ``spec`` is the agent's parameter, and ``rows`` are the rows of this parameter that come from ``part``. ``cut``
+    describes which rows and columns the agent has, or is None if the agent has all of them.
+    """
     stored = part.rows_of
     order: _Order = np.arange(part.shape[0])
     if stored is not None:

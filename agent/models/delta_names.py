@@ -16,9 +16,10 @@ _MODEL = "model."
 
 
 def beside_encoder(spec: WeightSpec) -> WeightSpec:
-    """Returns a parameter of the text model with the tensor names of a checkpoint that also has a vision encoder.
+    """Renames the tensors of a parameter for a checkpoint that also has a vision encoder, and returns the parameter.
 
-    ``spec`` is the parameter with the tensor names of a checkpoint without a vision encoder.
+    A vision encoder changes the prefix of the text model's tensors. ``spec`` has the names of a checkpoint without a
+    vision encoder.
     """
 
     def renamed(part: WeightPart) -> WeightPart:

@@ -196,7 +196,7 @@ def _expert_specs(shape: ModelShape, ours: str, theirs: str, names: ExpertNames)
 
 
 def _all_experts(experts: Experts, ours: str, theirs: str, hidden: int, names: ExpertNames) -> Iterator[WeightSpec]:
-    """Yields two parameters, each with the weights of all experts: gate and up joined, and down."""
+    """Yields two parameters: the joined weights gate and up of all experts, and the weights down of all experts."""
     inner = experts.intermediate_size
     each = [_gated_parts(f"{theirs}.experts.{index}", hidden, inner, names) for index in range(experts.count)]
     gate_up, down = (tuple(part for expert in each for part in expert[place]) for place in (0, 1))
@@ -255,7 +255,8 @@ def _stacked_name(parts: tuple[WeightPart, ...], theirs: str, count: int) -> tup
 
 
 def _stacked_biases(weights: tuple[WeightPart, ...]) -> tuple[WeightPart, ...]:
-    """Returns the biases of linear layers of experts, with their places in gpt-oss's tensors of biases."""
+    """Returns the biases for ``weights``, the result of ``_stacked``. Each bias has the place of its weight, in the
+    tensor of biases that belongs to the tensor of weights."""
     found = []
     for part in weights:
         assert part.stacked is not None, "the weights have their places"
@@ -296,7 +297,8 @@ def _is_joined(shape: ModelShape) -> bool:
 
 
 def _rows_of(name: str, parts: tuple[WeightPart, ...]) -> tuple[WeightPart, ...]:
-    """Returns ``parts`` with their places in the checkpoint's tensor ``name``, in which they are consecutive rows."""
+    """Returns ``parts``, each with its rows in the checkpoint's tensor ``name``. This tensor has the rows of all parts,
+    one part after another."""
     whole = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
     return tuple(replace(part, rows_of=RowsOf(name, whole, rows.start)) for part, rows in rows_of(parts))
 

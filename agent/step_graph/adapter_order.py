@@ -23,8 +23,8 @@ class AdapterOrder:
     def __init__(self, num_groups: int, *, orders_entry: bool) -> None:
         """``num_groups`` is the number of adapter slots + 1.
 
-        ``orders_entry`` is False in later stages of a pipeline. The entry of these stages is already ordered, because
-        it comes from the first stage.
+        ``orders_entry`` is False in later stages of a pipeline. The first input of their graphs comes from the first
+        stage, which has already ordered it.
         """
         self._num_groups = num_groups
         self._orders_entry = orders_entry

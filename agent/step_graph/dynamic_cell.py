@@ -51,8 +51,8 @@ def dynamic_step(
 ) -> nn.Cell:
     """Makes the outermost Cell of a graph and declares the types of its inputs.
 
-    In the last pipeline stage, the graph returns the agent's logits, the results of ``BestTokens`` and the outputs of
-    the model's taps. In any other stage, the graph returns the residual stream.
+    In the last pipeline stage, the graph returns the agent's logits and the results of ``BestTokens``. The residual
+    streams of the operators of ``OpTable.tap`` follow. In any other stage, the graph returns the residual stream.
 
     All graphs have the same first inputs. ``step_blocks`` and ``adapter_rows`` follow if the operators need them. The
     inputs of ``InsertIds`` come last if the agent has the whole model. ``captures`` means that MindSpore captures the
@@ -88,8 +88,9 @@ class _DynamicStep(nn.Cell):
     MindSpore can capture the launches of graphs whose phase is ``increment``. It finds captured launches by the shapes
     of the inputs alone. Therefore only one graph may be named ``increment`` if MindSpore captures launches.
 
-    In a later pipeline stage, ``token_ids`` is the residual stream of the previous stage. If the model reads images, it
-    is the embeddings of the tokens and the rows of the images. ``StepInputs.graph_positions`` describes ``positions``.
+    In a later pipeline stage, ``token_ids`` is the residual stream of the previous stage. In the first stage of a model
+    that reads images, ``token_ids`` has the embeddings of text tokens and the outputs of the vision encoder.
+    ``StepInputs.graph_positions`` describes ``positions``.
     """
 
     def __init__(

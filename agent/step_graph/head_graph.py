@@ -129,10 +129,10 @@ class _StaticHeadStep(nn.Cell):
 
 
 class _NativeHeadGraph(HeadGraph):
-    """Dynamic graphs of native operators. A graph with a mask runs steps in which a sequence has several tokens, and a
-    graph without a mask runs all others.
+    """Dynamic graphs of native operators. MindSpore runs each step, without replays.
 
-    MindSpore runs each step, without replays.
+    A graph with a mask runs steps in which a sequence has several tokens. A graph without a mask runs steps in which
+    every sequence has one token.
     """
 
     def __init__(self, cell: nn.Cell, widths: dict[bool, int], config: Config, ops: OpTable) -> None:

@@ -88,10 +88,10 @@ class StepGraph(ABC):
         """
 
     def tapped(self, num_tokens: int) -> tuple[Array, ...]:
-        """Returns the residual streams [num_tokens, hidden_size] that the graph's taps took in the last step.
+        """Returns a residual stream [num_tokens, hidden_size] of the last step for each operator of ``OpTable.tap``.
 
-        ``OpTable.tap`` describes taps. The arrays are in host memory, in the order of the taps, and valid until the
-        next run. bfloat16 is returned as uint16. ``num_tokens`` is the number of tokens of the last step.
+        The arrays are in host memory, in the order of the operators, and valid until the next run. bfloat16 is returned
+        as uint16. ``num_tokens`` is the number of tokens of the last step.
         """
         del num_tokens
         return ()

@@ -63,7 +63,7 @@ def trace_launches(cell: nn.Cell, inputs: Sequence[Tensor]) -> list[TracedLaunch
 
 
 def stored_launches(traced: Sequence[TracedLaunch], memory: Mapping[str, Array]) -> tuple[StoredLaunch, ...]:
-    """Converts traced launches to the stored form: replaces each input tensor by the name of its memory.
+    """Converts traced launches to the form that is stored in a file: replaces each tensor by the name of its memory.
 
     ``memory`` maps names to arrays. Raises ProgramError if an input is not in one of these arrays.
     """

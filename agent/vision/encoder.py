@@ -1,7 +1,7 @@
 """The encoder of Idefics3 and SmolVLM: SigLIP (Zhai et al., arXiv:2303.15343), then pixel shuffle and a projection.
 
-The encoder computes one tile at a time, always in the same order. So the rows of a tile depend neither on other tiles
-nor on the number of threads (``agent.vision.arithmetic``).
+The encoder computes one tile at a time, always in the same order. So the output for a tile depends neither on other
+tiles nor on the number of threads (``agent.vision.arithmetic``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llm_serving.model.vision import ImageProcessing, VisionShape
 
 
 class Encoder:
-    """Turns the pixels of a tile into the rows that replace the embeddings of its tokens."""
+    """Turns the pixels of a tile into the vectors that replace the embeddings of the tile's image tokens."""
 
     def __init__(
         self,
@@ -41,7 +41,10 @@ class Encoder:
         self._positions = weights["positions"][_position_ids(vision.patches_per_side)]
 
     def rows(self, pixels: npt.NDArray[np.uint8]) -> Floats:
-        """Returns the rows [tile_rows, text hidden size] of a tile. ``pixels`` are [height, width, 3]."""
+        """Returns one vector for each image token of a tile, [tile_rows, text hidden size].
+
+        ``pixels`` are [height, width, 3].
+        """
         vision = self._vision
         x = self._embedded(self.normalised(pixels))
         for layer in range(vision.num_layers):
@@ -101,8 +104,8 @@ class Encoder:
 
 
 def _gelu(values: Floats) -> Floats:
-    """Replaces each value by its GELU, in the form with tanh (Hendrycks and Gimpel, arXiv:1606.08415). Returns the same
-    array.
+    """Replaces each value by its GELU, in the tanh approximation (Hendrycks and Gimpel, arXiv:1606.08415). Returns the
+    same array.
     """
     flat = values.reshape(-1)
     scratch = np.empty(min(PIECE, flat.size), np.float32)

@@ -31,7 +31,7 @@ _ERF = (
 
 
 class QwenEncoder:
-    """Turns the pixels of a tile into the rows that replace the embeddings of its tokens."""
+    """Turns the pixels of a tile into the vectors that replace the embeddings of the tile's image tokens."""
 
     def __init__(
         self,
@@ -54,7 +54,10 @@ class QwenEncoder:
         )
 
     def rows(self, pixels: npt.NDArray[np.uint8]) -> Floats:
-        """Returns the rows of a tile [rows, text hidden size]. ``pixels`` are [height, width, 3]."""
+        """Returns one vector for each image token of a tile, [tokens, text hidden size].
+
+        ``pixels`` are [height, width, 3].
+        """
         vision = self._vision
         rows, columns = (length // vision.row_edge for length in pixels.shape[:2])
         places = patch_places(rows, columns, vision.scale_factor)
@@ -138,8 +141,8 @@ def patch_places(rows: int, columns: int, scale: int) -> Numbers:
 def rotary_angles(places: Numbers, size: int) -> tuple[Floats, Floats]:
     """Returns the cosines and sines of each patch, both [patches, size / 2], for heads of ``size`` elements.
 
-    ``places`` [patches, 2] has the row and the column of each patch. The first half of the result has the angles of the
-    row, the second half those of the column.
+    ``places`` [patches, 2] has the row and the column of each patch. In the results, the first half of the columns
+    belongs to the patch's row, and the second half belongs to the patch's column.
     """
     exponents = np.arange(0, size // 2, 2, dtype=np.float32) / np.float32(size // 2)
     frequencies = np.float32(1) / np.power(_THETA, exponents.astype(np.float64)).astype(np.float32)

@@ -1,4 +1,6 @@
-"""Makes the first input of the graph of a model that reads images: the embeddings of text tokens and the rows of tiles.
+"""Makes the first input of the graph of a model that reads images.
+
+The input has the embeddings of text tokens, and outputs of the vision encoder for image tokens.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ from llm_serving.ipc.tiles import StepTile, digest_of, read_tiles
 
 
 class ImageRows:
-    """Embeds the tokens of each step, and replaces the embeddings of image tokens by the rows of their tiles.
+    """Embeds the tokens of each step, and replaces the embeddings of image tokens by the outputs of the vision encoder.
 
-    Caches the rows of the most recently used tiles, by the digest and the size of their pixels. So a tile is encoded
-    only once even if several chunks of a prompt have parts of it.
+    The encoder computes a matrix for each tile, with one row for each image token of the tile. The matrices of the most
+    recently used tiles are cached, by the digest and the size of their pixels. So a tile is encoded only once even if
+    several chunks of a prompt have parts of it.
     """
 
     def __init__(
@@ -78,8 +81,8 @@ class ImageRows:
         weights = _loaded(config, vision_specs(vision, hidden))
         table = model.weights["embedding.weight"]
         if model.ops.is_split:
-            # The agent has only a part of the vocabulary. But the rows of images replace whole embeddings, so this
-            # agent needs the whole table.
+            # The agent has only a part of the vocabulary. But outputs of the vision encoder replace whole embeddings,
+            # so this agent needs the whole embedding table.
             specs = [spec for spec in weight_specs(config.shape) if spec.parameter == "embedding.weight"]
             table = _loaded(config, specs)["embedding.weight"]
         encoder_class = Encoder if vision.windows is None else QwenEncoder

@@ -286,10 +286,10 @@ class RotaryTables(nn.Cell):
 
 
 class RotaryRows(nn.Cell):
-    """Returns three tensors: row numbers 0, 1, 2, ..., and the cosines and sines of the step's tokens.
+    """Returns three tensors: the numbers 0, 1, 2, ..., and the cosines and sines of the step's tokens.
 
-    The agent has already gathered the cosines and sines, one row for each token. So the attention operator gets row
-    numbers instead of positions.
+    The agent has already gathered the cosines and sines, so row i belongs to token i. The attention operator looks up
+    the row of each token. Therefore it gets the numbers of the tokens instead of their positions.
     """
 
     def __init__(self, cos: Array, sin: Array) -> None:

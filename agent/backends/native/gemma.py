@@ -34,7 +34,7 @@ class ResultNorm(nn.Cell):
 
 
 class GatedGelu(nn.Cell):
-    """Returns gelu(gate) * up (GeGLU, Shazeer 2020), with GELU in its form with tanh.
+    """Returns gelu(gate) * up (GeGLU, Shazeer 2020), with the tanh approximation of GELU.
 
     The first half of each row of the input is the gate, and the second half is up.
     """

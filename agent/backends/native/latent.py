@@ -2,7 +2,7 @@
 
 All steps run the absorbed form: the up-projections of keys and values are applied to queries and results. Every query
 attends to the cached latent vectors. MindFormers and vllm-mindspore use the same primitives for decode steps and for
-parts of prompts. For whole prompts, however, they compute keys and values. This rounds differently.
+parts of prompts. For whole prompts, these projects compute keys and values instead, whose rounding differs.
 """
 
 from __future__ import annotations
