@@ -24,7 +24,7 @@ _UNFINISHED_AGE_S = 3600.0
 
 
 class AdapterCache:
-    """The files of ``folder``. Only its owner can read them."""
+    """The adapter files in ``folder``. The user of this process owns them, and other users cannot read them."""
 
     def __init__(self, folder: Path, max_bytes: int = MAX_CACHE_BYTES) -> None:
         self._folder = folder

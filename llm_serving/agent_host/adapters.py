@@ -34,7 +34,7 @@ CLOSE_WAIT_S = 1.0
 
 @dataclass(slots=True)
 class _Adapter:
-    """The pending load of an adapter that the server wants the agents to have. Kept until all agents have replied."""
+    """An adapter that the server wants the agents to have, until the node sends the agents the message to load it."""
 
     wanted: link.LoadAdapter
     memory: AdapterMemory | None = None
@@ -100,8 +100,8 @@ class NodeAdapters:
         """The memory of each adapter that the agents load, and the number of missing replies, by message number."""
         self._prepared: deque[_Adapter] = deque()
         self._lock = threading.Lock()
-        """Protects ``descriptor`` and the memory of adapters from use after ``close``. A thread checks ``_is_closed``
-        and uses them under this lock."""
+        """Held by a thread while it uses ``descriptor`` or adds an adapter's memory. The thread first checks that
+        ``_is_closed`` is False. So nothing is used or added after ``close``."""
         self._is_closed = False
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._reader, self._writer = _Worker("adapters: reader"), _Worker("adapters: writer")

@@ -37,16 +37,22 @@ from llm_serving.ipc.introduction import admit, introduce, set_options, shut_dow
 MAGIC = b"LLMEXCH1"
 CONNECT_TIMEOUT_S = 3.0
 INTRODUCTION_TIMEOUT_S = 2 * HANDSHAKE_TIMEOUT_S
-"""Seconds that a sender waits for each message of the handshake and the introduction. The receiver gives up earlier."""
+"""Seconds that a sender waits for each message of the TLS handshake and of the introduction.
+
+A receiver waits half as long, so that it gives up first.
+"""
 UNREACHED_LIMIT_S = 60.0
-"""Seconds after which a node that cannot be reached ends the group."""
+"""If another node of the group cannot be reached for this number of seconds, the agents of the group are ended."""
 RETRY_S = 0.25
-"""Seconds between two attempts to connect to a node that has no memory for the group yet."""
+"""Seconds between two attempts to connect to a node that cannot be reached or has no exchange for the group yet."""
 _NUM_LOOKS = 3
-"""A receiver divides its patience into this number of waits. If the whole machine pauses, only one of them passes."""
+"""Number of consecutive timeouts of a read after which a receiver counts the connection as broken.
+
+The timeout of one read is ``patience_s`` divided by this number. A pause of the whole machine costs only one timeout.
+"""
 _UPDATE = struct.Struct("<III")
 _BEAT_NUMBER = 0xFFFFFFFF
-"""Number of a stream that does not exist. An update with this number is a sign of life."""
+"""Stream number of a beat: an update without data, which only shows that the sender still runs."""
 _BEAT = _UPDATE.pack(_BEAT_NUMBER, 0, 0)
 _DIFFERS = "its exchange differs"
 
@@ -88,7 +94,11 @@ class ExchangeBridge:
         self._senders: dict[int, socket.socket] = {}
         """For each node from which this node receives: the newest connection."""
         self._confirmed: set[int] = set()
-        """Numbers of the nodes that have sent data or a beat. Their connections cannot be replaced."""
+        """Numbers of the nodes that have sent data or a beat.
+
+        Further connections of these nodes are refused. Before its first beat, a node may connect again, because it may
+        have missed the reply to its introduction.
+        """
         self._num_receiving = 0
         self._threads = [
             threading.Thread(target=self._send, args=(number,), name=f"exchange {number}", daemon=True)
@@ -227,7 +237,10 @@ class ExchangeBridge:
             raise
 
     def _dial(self, place: Place) -> socket.socket:
-        """Returns a connection after the TLS handshake. ``close`` can end it in each of its states. Raises OSError."""
+        """Connects to a node and does the TLS handshake. Returns the connection. Raises OSError.
+
+        ``close`` can end the connection at any time, also while it is being made.
+        """
         problem = OSError(f"{place.host} has no address")
         for family, kind, protocol, _, address in socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM):
             link = socket.socket(family, kind, protocol)
@@ -253,7 +266,10 @@ class ExchangeBridge:
             raise ConnectionAbortedError("the exchange is closed")
 
     def _facts(self, sender: int, receiver: int) -> bytes:
-        """Returns the facts about a connection that its receiver compares."""
+        """Returns the node numbers of sender and receiver and the layout of the exchange, as bytes.
+
+        A sender introduces itself with these bytes. The receiver compares them with its own.
+        """
         return struct.pack("<7I", sender, receiver, *astuple(self._memory.layout))
 
     def _copy(self, link: socket.socket, streams: dict[int, Stream]) -> None:
@@ -305,7 +321,7 @@ class ExchangeBridge:
                 self._fail_link(sender, error)
 
     def _problem_of(self, facts: bytes) -> str:
-        """Compares the facts of a sender with its own. Returns the difference, or an empty text."""
+        """Checks the facts in a sender's introduction. Returns the difference from this node's, or an empty text."""
         others = [number for number in range(len(self._share.nodes)) if number != self._share.number]
         needed = [self._facts(number, self._share.number) for number in others]
         if facts in needed:
@@ -313,7 +329,7 @@ class ExchangeBridge:
         return f"{_DIFFERS}: {facts.hex()}; one of {[each.hex() for each in needed]} is needed"
 
     def _confirm(self, link: socket.socket, sender: int) -> bool:
-        """Notes the first sign of life of a sender. Returns False if another connection has replaced this one."""
+        """Records the first data or beat of a sender. Returns False if the sender has a newer connection."""
         with self._changed:
             if self._senders[sender] is not link:
                 return False
@@ -337,7 +353,7 @@ class ExchangeBridge:
             view, num_silent = view[count:], 0
 
     def _write(self, link: socket.socket, sender: int) -> None:
-        """Writes received changes to the exchange until the connection ends. Raises ProtocolError for a wrong one."""
+        """Writes received updates to the exchange until the connection ends. Raises ProtocolError if one is wrong."""
         streams, head = self._between(sender, self._share.number), bytearray(_UPDATE.size)
         mapping, present = memoryview(self._memory.mapping), dict.fromkeys(streams, 0)
         while True:

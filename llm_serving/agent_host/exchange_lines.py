@@ -19,7 +19,10 @@ _FUTEX = {"x86_64": 202, "aarch64": 98}
 _WAIT, _WAKE = 0, 1
 _ALL = 0x7FFFFFFF
 _SIZE_WORD = 2
-"""Index of the first of two words in a flag line: the bytes of the piece with an even value, and with an odd one."""
+"""Index of the first size in a flag line, in 32-bit words.
+
+A flag line has two sizes: of the latest data that the counter announced with an even value, and with an odd value.
+"""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -44,7 +47,10 @@ class FlagLines:
         return value
 
     def num_bytes(self, line: int, value: int) -> int:
-        """Returns the size of the piece that the counter announced with ``value``. Only the last two are known."""
+        """Returns the size of the data that the counter announced with ``value``.
+
+        ``value`` must be one of the last two values of the counter, because a flag line has only their sizes.
+        """
         return int(self._words[line // 4 + _SIZE_WORD + value % 2])
 
     def publish(self, line: int, value: int) -> None:

@@ -26,11 +26,14 @@ from llm_serving.ipc.hand_over_memory import HandOverLayout, HandOverMemory
 MAX_ERROR_CHARACTERS = 1000
 
 NewCarrier = Callable[[Sequence[HandOverMemory]], Carrier]
-"""Makes the carrier for the pools, which still have names. Raises TransferError or OSError."""
+"""Type of a function that makes the carrier, which moves blocks between hand-over pools of two nodes.
+
+It is called before ``unlink``, so another process can still map the pools by name. Raises TransferError or OSError.
+"""
 
 
 class HandedBlocks:
-    """The pools of one run of the agents: one for each agent, in order of rank.
+    """The hand-over pools of one run of the agents: one pool for each agent, in order of rank.
 
     ``descriptor`` becomes readable when a transfer has ended. ``take_sent`` then returns the transfer. Nodes that send
     blocks here must know ``secret``. Each run has a new secret, so a node cannot send blocks of an earlier run.
@@ -61,10 +64,11 @@ class HandedBlocks:
 
     @classmethod
     def of(cls, config: Config, key: ClusterKey, host: str, on_cancel: OnCancel) -> HandedBlocks | None:
-        """Creates the pools of a node with ``config``. Returns None if its replicas have no roles.
+        """Creates the pools of a node. Returns None unless ``config`` has the roles ``prefill`` and ``decode``.
 
-        ``host`` is the address at which other nodes reach this one. ``on_cancel`` receives a function that ends the
-        start of the transport. Raises OSError, and ConfigError if this machine cannot use the transport of the config.
+        ``host`` is the address at which other nodes reach this one. The start of the transport may take long.
+        ``on_cancel`` is called with a function that stops this start. Raises OSError, and ConfigError if this machine
+        cannot use the transport of the config.
         """
         layouts = [HandOverLayout.of(config, rank) for rank in range(config.parallel_config.group_size)]
         known = [layout for layout in layouts if layout is not None]

@@ -24,9 +24,10 @@ from llm_serving.kvstore.identity import weights_digest, weights_state
 
 
 class NodeHostBlocks(Receiver):
-    """Serves the host blocks of one run of the agents. ``secret`` is new for each run.
+    """Serves the host blocks of one run of the agents to the server, which must know ``secret``.
 
-    Only the newest connection may write. So a write of a broken connection, which arrives late, changes no block.
+    Each run has a new secret, so a connection to an earlier run is refused. Only the newest connection may write. So a
+    write of a broken connection, which arrives late, changes no block.
     """
 
     MAGIC = wire.MAGIC
@@ -44,14 +45,15 @@ class NodeHostBlocks(Receiver):
         self._facts = wire.describe_layouts([pool.layout for pool in pools])
         self._read_weights = read_weights
         self._reader: threading.Thread | None = None
-        """The thread that reads the weights. None before the first question."""
+        """The thread that computes the digest of the weights. None until the server first asks for the digest."""
         self._weights = wire.PENDING, ""
 
     @classmethod
     def of(cls, config: Config, pools: Sequence[HostPoolMemory]) -> NodeHostBlocks:
-        """Serves ``pools``. Call this before the agents start, because it notes the state of the weights.
+        """Creates the object that serves ``pools``. Call this method before the agents start.
 
-        ``config`` is the node's config. The folder of its log keeps the digests of the weight files. Raises OSError.
+        It records the size and times of each weight file. If a file changes later, its digest cannot be computed.
+        ``config`` is the node's config. Digests are cached in the folder of its log. Raises OSError.
         """
         folder, state = Path(config.log_config.path).parent, weights_state(config)
         return cls(pools, partial(weights_digest, config, folder, expected=state))

@@ -75,8 +75,8 @@ class AgentHost:
     def _welcome(self, plain: socket.socket, peer: tuple[str, int]) -> None:
         """Does the handshake of a new connection, and then serves it. The peer must have the same cluster key.
 
-        If the peer is a server and the node is free, serves the link. If the peer is a node, receives its blocks
-        or the data of its agents. A server may have a second connection, for the host blocks.
+        If the peer is a server and the node is free, the connection is a link, and this method serves it. Other
+        connections carry data: handed blocks or activations from another node, or host blocks for the server.
         """
         try:
             plain.settimeout(HANDSHAKE_TIMEOUT_S)
@@ -101,7 +101,7 @@ class AgentHost:
                 self._is_used.release()
 
     def _receive_data(self, link: ssl.SSLSocket, protocol: str | None) -> None:
-        """Passes a connection for data to the memory that has the data. Without this memory, closes the connection."""
+        """Passes a data connection to the object that serves its ``protocol``. Without this object, closes it."""
         session, receiver = self._session, None
         if session is not None:
             receivers = {

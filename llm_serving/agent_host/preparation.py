@@ -32,7 +32,7 @@ class RunMemory:
 
     group: GroupMemory
     handed_blocks: HandedBlocks | None
-    """The hand-over pools. None if replicas have no roles."""
+    """The hand-over pools. None unless replicas have the role ``prefill`` or ``decode``."""
     tiles: NodeTiles | None
     """The tiles of images. None if the model reads no images."""
     host_blocks: NodeHostBlocks | None
@@ -109,7 +109,7 @@ class Preparation:
         Raises AgentStartError if the memory cannot be reserved.
         """
         self._thread.join()
-        self._cancel = None  # the run that takes the memory uses the transport
+        self._cancel = None  # the transport now belongs to the caller, so ``close`` must not stop it
         # The memory stays mapped as long as an object refers to it, so this object keeps no reference.
         result, self._result = self._result, "the memory was taken"
         if isinstance(result, AgentError):

@@ -76,7 +76,7 @@ class Session:
     ) -> None:
         self._key = key
         self.handed_blocks: HandedBlocks | None = None
-        """The hand-over pools. None before the start of the agents, and if replicas have no roles."""
+        """The hand-over pools. None before the agents start, and without the roles ``prefill`` and ``decode``."""
         self.host_blocks: NodeHostBlocks | None = None
         """The host blocks that the server uses. None before the start of the agents, and without KV tiers."""
         self.bridge: ExchangeBridge | None = None

@@ -11,7 +11,7 @@ from llm_serving.ipc.tile_memory import TileLayout, TileMemory
 
 
 class NodeTiles:
-    """The node's copy of the server's tiles, in the same places. The agents of this node map ``memory``."""
+    """The node's copy of the server's tiles. Tiles have the same indices in both. The node's agents map ``memory``."""
 
     def __init__(self, memory: TileMemory) -> None:
         self.memory = memory
@@ -23,7 +23,7 @@ class NodeTiles:
         return None if layout is None else cls(TileMemory.create(layout))
 
     def write(self, part: TilePart) -> None:
-        """Writes a part of a tile. Raises ProtocolError if the place does not exist or is too small."""
+        """Writes bytes of a tile. Raises ProtocolError if the memory has no tile with this index, or it is smaller."""
         layout = self.memory.layout
         end, tile_bytes = part.begin + len(part.data), layout.tile_pixels * 3
         if part.place >= layout.num_places or end > tile_bytes:

@@ -4,6 +4,6 @@
 * ``hand_overs`` copies computed prompts to the hand-over pool, from which another replica takes them.
 * ``tier_moves`` copies cached blocks to the KV tiers and back. These blocks belong to no sequence.
 
-The first two keep the computed tokens of sequences and have the base class ``BlockMover``. The scheduler creates only
-the parts that the settings need.
+``swapping`` and ``hand_overs`` move the blocks of sequences, and have the base class ``BlockMover``. The scheduler
+creates only the objects that the settings need.
 """

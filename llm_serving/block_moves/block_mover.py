@@ -1,4 +1,4 @@
-"""The base class of the parts that move the blocks of sequences between the device and host memory, in MOVE steps."""
+"""The base class for swapping and hand-overs, which move the blocks of sequences to host memory and back."""
 
 from __future__ import annotations
 

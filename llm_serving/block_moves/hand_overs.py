@@ -2,8 +2,9 @@
 
 A prefill replica computes the prompt of a sequence and samples its first token. Then the sequence is LEAVING: it asks
 the router for blocks of the hand-over pool, and a MOVE step copies its blocks there. The decode replica adds the
-sequence to its swapped sequences. MOVE steps copy the blocks to its device, in pieces, so that decode steps run in
-between. The agent checks each block. After a bad block, the sequence is computed again from its tokens.
+sequence to its swapped sequences. MOVE steps copy the blocks to its device. Each step copies only some blocks, so that
+decode steps run in between. The agent checks each block. If a block is damaged, the sequence is computed again from its
+tokens.
 
 The router owns the hand-over pool. Its grants and placements are inputs of the scheduler, like the results of steps.
 (DistServe, Zhong et al., OSDI 2024, and Splitwise, Patel et al., ISCA 2024, separate prefill and decode.)
@@ -224,7 +225,7 @@ class HandOvers(BlockMover):
     # The following methods move the blocks of arriving sequences from the hand-over pool to the device.
 
     def _copy_in(self) -> ScheduledStep | None:
-        """Returns a step with the next piece of the arriving sequence. Only one piece is in flight at a time."""
+        """Returns a step that copies the arriving sequence's next blocks. Only one of these steps is in flight."""
         sequence = self._arriving
         if sequence is None or sequence.hand_over is not HandOverState.ARRIVING or not _has_blocks(sequence):
             sequence = self._arriving = self._next_arrival()

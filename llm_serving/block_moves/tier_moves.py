@@ -34,7 +34,7 @@ FIRST_STORE = 16
 
 @dataclass(frozen=True, slots=True)
 class BlockKey:
-    """The content of a full block: the chained hash of its tokens and of all tokens before them, and its own tokens."""
+    """Identifies a full block by its tokens, and by a chained hash of these tokens and all tokens before them."""
 
     chained_hash: bytes
     tokens: bytes
@@ -58,8 +58,12 @@ class WantedBlocks:
 
 
 _Load = tuple[Sequence | None, int, list[int], list[int], list[int]]
-"""A load: the sequence, the number of its first block that is loaded, and three lists of blocks. The lists are the host
-blocks, the device's blocks, and the cached blocks before them. None of the blocks can be freed during the load."""
+"""A load of consecutive blocks of a sequence: (sequence, first, hosts, blocks, before).
+
+``sequence`` is None if the loaded content must not be used. ``first`` is the index of the first loaded block in the
+sequence. Host block ``hosts[i]`` is copied to device block ``blocks[i]``. ``before`` has the sequence's cached blocks
+before ``first``. None of these blocks can be freed during the load.
+"""
 
 
 class TierMoves(Stateful):
@@ -73,7 +77,11 @@ class TierMoves(Stateful):
         self._prefixes = state.kv_cache.prefixes
         self._prefixes.fresh = []
         self._to_store: list[tuple[int, int, int]] = []
-        """Blocks that the tiers have accepted and no step has copied yet: (block, its index entry, host block)."""
+        """Blocks that the tiers have accepted and no step has copied yet: (block, entry, host block).
+
+        ``entry`` is the number of the block's entry in the prefix index. If the block now has another entry, its
+        content has been evicted.
+        """
         self._to_load: list[_Load] = []
         self._storing: dict[int, list[tuple[int, int]]] = {}
         """Maps the number of a step in flight to the blocks that it copies: (block, host block) each."""
@@ -86,7 +94,10 @@ class TierMoves(Stateful):
     # The following methods are for the KV tiers.
 
     def fresh_blocks(self, limit: int) -> list[BlockKey | None]:
-        """Returns the first ``limit`` committed blocks that were not offered yet. None: the block was evicted."""
+        """Returns up to ``limit`` newly computed blocks that the tiers have not replied to yet, the oldest first.
+
+        A list element is None if its block has been evicted in the meantime.
+        """
         index, fresh = self._state.kv_cache.prefix_index, self._prefixes.fresh or []
         return [
             BlockKey(*index.described(block)) if index.entries[block] == entry else None
@@ -94,7 +105,10 @@ class TierMoves(Stateful):
         ]
 
     def store_blocks(self, hosts: SequenceOf[int]) -> None:
-        """Receives the reply for the first offered blocks: a host block for each, or ``NO_HOST_BLOCK``."""
+        """Receives the tiers' reply to the first blocks that ``fresh_blocks`` returned.
+
+        ``hosts`` has the host block to which each block must be copied, or ``NO_HOST_BLOCK`` for no copy.
+        """
         fresh = self._prefixes.fresh
         assert fresh is not None
         for (block, entry), host in zip(fresh, hosts, strict=False):
@@ -110,8 +124,8 @@ class TierMoves(Stateful):
     def load_blocks(self, request_id: str, first: int, hosts: SequenceOf[int]) -> None:
         """Receives the tiers' reply about a waiting sequence: ``hosts`` are host blocks with the content of its blocks.
 
-        Block number ``first`` of the sequence is the first one. An empty list means that the tiers have none of these
-        blocks, so the sequence must be computed.
+        ``hosts[0]`` has the content of block number ``first`` of the sequence. An empty list means that the tiers have
+        none of these blocks, so the agent must compute them.
         """
         sequence = self._state.intake.sequences.get(request_id)
         if sequence is None or not sequence.waits_for_load or sequence.asked_from != first:
@@ -278,7 +292,10 @@ class SchedulerTiers:
         return [] if self._tiers is None else self._tiers.take_wanted()
 
     def load_blocks(self, request_id: str, first: int, hosts: Iterable[int]) -> None:
-        """Receives the tiers' reply to a question: the host blocks with the request's blocks from number ``first``."""
+        """Receives the tiers' reply about a waiting request.
+
+        ``hosts`` are host blocks with the content of the request's blocks, beginning with block number ``first``.
+        """
         assert self._tiers is not None, "only tiers load blocks"
         self._tiers.load_blocks(request_id, first, list(hosts))
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class NodePools:
-    """The pools of ``executors``, whose agents are on nodes. Each pool ends with the agents of its replica."""
+    """The hand-over pools of replicas on nodes. The pool of a replica exists as long as the agents of the replica."""
 
     is_shared = False
 
@@ -31,7 +31,10 @@ class NodeTransport:
         self._source, self._target = source, target
 
     def transfer(self, pairs: Pairs, done: Done) -> None:
-        """See ``BlockTransport.transfer``. The engine thread calls ``done``."""
+        """Starts a copy of blocks from the source's pool to the target's pool. Returns immediately.
+
+        The engine thread calls ``done`` at the end, with an error if not all blocks have arrived.
+        """
         source, target = self._source.group, self._target.group
         if not isinstance(source, RemoteGroup) or not isinstance(target, RemoteGroup):
             done(TransferError("the agents of a replica were lost before its blocks were sent"))

@@ -11,8 +11,9 @@ from collections import deque
 from llm_serving.ipc.channel import MAX_FRAME_BYTES, FrameBuffer, frame
 
 _READ_BYTES = 32 * 1024
-"""Maximum bytes of one read. This is enough for two TLS records, which have at most 16 KiB. Each read would allocate a
-larger buffer from the system and free it again.
+"""Maximum bytes of one read: two TLS records of 16 KiB.
+
+With a larger maximum, each read would allocate its buffer from the operating system and free it again.
 """
 MAX_UNSENT_FRAMES = 4096
 """Maximum number of frames that wait to be sent. If a slow peer lets more frames wait, the peer counts as lost."""

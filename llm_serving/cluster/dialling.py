@@ -52,8 +52,9 @@ def read_listen_address(text: str) -> Address:
 
 
 def connect_for_blocks(address: tuple[str, int], context: ssl.SSLContext) -> ssl.SSLSocket:
-    """Connects to a node for blocks of KV caches. ``context`` has the protocol of the connection. Waits at most a few
-    seconds. Raises OSError.
+    """Opens a connection to a node that carries KV blocks, and is not a link. Waits at most a few seconds.
+
+    ``context`` has the TLS settings, with the protocol name (ALPN) for this kind of data. Raises OSError.
     """
     plain = socket.create_connection(address, timeout=CONNECT_TIMEOUT_S)
     try:

@@ -17,10 +17,10 @@ messages of its own, about the node and about all its agents together:
       |--- SendBlocks ------------------->|   send blocks of the hand-over pools to another node
       | <---------------------- BlocksSent |
       |--- LoadAdapter ------------------>|   a LoRA adapter for the agents
-      | <--------------------- WantAdapter |   only if the node does not have this adapter: a piece of its bytes
+      | <--------------------- WantAdapter |   send the next bytes of this adapter; only if the node does not have it
       |--- AdapterPart ... -------------->|
       |--- TilePart ... ----------------->|   pixels of an image, before the first step that reads them
-      |--- End -------------------------->|   end the agents in order; the node then closes the link
+      |--- End -------------------------->|   end the agents without an error; the node then closes the link
       |<-- Beat ------------------- Beat->|   every ``BEAT_S``, in both directions
 
 Content of a frame: one byte with its kind, then
@@ -98,7 +98,7 @@ class Welcome(LinkMessage, frozen=True, tag="welcome"):
     memory_bytes: UInt
     """Bytes of host memory that new processes may use on the node's machine."""
     memory_from: ShortText
-    """The limit of this memory, in words."""
+    """The source of ``memory_bytes``, as a text: the machine's free memory, or the limit of its control group."""
     cores: UInt
 
 
@@ -129,7 +129,9 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     secret: Annotated[bytes, msgspec.Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
     """The secret of this run of the group. A node must know it to send data to another node."""
     cluster: Place | None = None
-    """Where the agents find each other, as the first node has replied. None if they need not, and for the first node.
+    """The address at which agents on Ascend devices find each other. The first node of the group chooses it.
+
+    None in the message to the first node, and on a CPU.
     """
 
     def members(self, group_size: int, number: int) -> range:
@@ -150,7 +152,10 @@ class Start(LinkMessage, frozen=True, tag="start"):
 
 
 class ClusterAt(LinkMessage, frozen=True, tag="cluster_at"):
-    """First node of a group to server: where the group's agents find each other, or None if they need not."""
+    """First node of a group to server: the address at which the group's agents find each other.
+
+    ``place`` is None on a CPU, where the agents need no address.
+    """
 
     place: Place | None
 
@@ -170,7 +175,7 @@ class GroupReady(LinkMessage, frozen=True, tag="group_ready"):
     summaries: Annotated[list[dict[str, str | int | float]], msgspec.Meta(max_length=256)]
     pids: Annotated[list[UInt], msgspec.Meta(max_length=256)]
     secret: Annotated[bytes, msgspec.Meta(max_length=SECRET_BYTES)] = b""
-    """The secret that nodes must know to send blocks to this node. Empty if replicas have no roles."""
+    """The secret that nodes must know to send handed blocks to this node. Empty if the node has no hand-over pools."""
     pool_secret: Annotated[bytes, msgspec.Meta(max_length=SECRET_BYTES)] = b""
     """The secret that the server must know to use the host blocks of this node. Empty without KV tiers."""
 
@@ -250,7 +255,7 @@ class TilePart(LinkMessage, frozen=True, tag="tile_part"):
 
 
 class End(LinkMessage, frozen=True, tag="end"):
-    """Server to node: end the agents in order."""
+    """Server to node: end the agents, because the server stops or no longer needs them. This is not an error."""
 
 
 class Beat(LinkMessage, frozen=True, tag="beat"):

@@ -52,7 +52,7 @@ class NodeState(enum.Enum):
 
 
 class NodeError(RequestError):
-    """A command about a node is wrong."""
+    """A command about a node contradicts the state of the pool, for example because no node has the name."""
 
     status = 409
     code = "node_conflict"

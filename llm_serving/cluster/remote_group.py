@@ -97,7 +97,7 @@ class RemoteGroup:
         self.answers = answering in ranks
         """True if the agent that writes the results of steps is on this node."""
         self.on_cluster: Callable[[link.Place | None], None] | None = None
-        """Called once when the first node of a group replies where the group's agents find each other."""
+        """Called once with the address at which the group's agents find each other. Only the first node sends it."""
         self.pools: Sequence[RemotePool] = ()
         """The host blocks of the node's agents. Empty without KV tiers, and before the agents are ready."""
         layouts = [HostPoolLayout.of(config, rank - group.start) for rank in ranks]
@@ -117,7 +117,7 @@ class RemoteGroup:
         """The reason why the node does not serve this model, or an empty text."""
         self._problem = ""
         self._broken = ""
-        """The error of the link that no read reports, or an empty text."""
+        """A failure to send, which reads from the link do not notice. ``look`` reports it. Empty without a failure."""
         self.slots = new_slots(config) if part is None else part.slots
         self._contents = [SlotContents(slot) for slot in self.slots]
         self._selector = selectors.DefaultSelector()

@@ -1,7 +1,8 @@
 """Gives the server access to the host blocks of agents on a node, for KV tiers in folders and for sessions.
 
-The connection is not the link, so no step waits for a block. It uses TLS with the cluster key. The server proves that
-it knows the secret of the present run of the agents, which the node has sent in ``GroupReady``:
+Blocks have a TLS connection of their own, with the cluster key. So a step, which uses the link, never waits for a
+block. The server proves that it knows the secret of the present run of the agents. The node has sent this secret in
+``GroupReady``:
 
     node                                  server
      |<--- introduction -------------------|   ``ipc.introduction``; both must have host blocks of the same sizes
@@ -43,26 +44,28 @@ RETRY_S = 5.0
 """Seconds for which a request is repeated on new connections after the first one broke."""
 RETRY_PAUSE_S = 0.1
 PAUSE_S = 10.0
-"""Seconds without further attempts after the node could not be reached for ``RETRY_S``."""
+"""After requests have failed for ``RETRY_S``, all requests fail immediately for this number of seconds."""
 WEIGHTS_POLL_S = 0.2
+"""Seconds from the first WEIGHTS request to the second one. Each further pause is twice as long."""
 MAX_WEIGHTS_POLL_S = 2.0
-"""Seconds between two questions for the digest of the weights, at first and later."""
+"""Maximum seconds between two WEIGHTS requests."""
 
 
 class RemotePool:
     """The host blocks of the agents of one replica on one node. It is a ``HostPool`` (``ipc.host_pool``).
 
-    The movers call ``read`` and ``write``, and wait for the node meanwhile. All methods may be called by any thread.
+    ``read`` and ``write`` wait for the node. So the threads of the KV tiers call them, not the engine thread. Any
+    thread may call any method.
 
-    A write whose end is unknown is repeated on a new connection. The node accepts writes from its newest connection
-    only. So a late write never changes a block that was reused. If no new connection can be made, the end stays
-    unknown. ``problem`` then has the reason, and ``write`` returns when the owner has closed this object.
+    If a connection breaks during a write, the write is repeated on a new connection. The node accepts writes only from
+    its newest connection. So a late write never changes a block that was reused. If no new connection can be made,
+    it is unknown whether the block was written. ``problem`` then has the reason, and ``write`` waits for ``close``.
     """
 
     def __init__(
         self, node: str, layouts: Sequence[HostPoolLayout], connect: Callable[[], socket.socket], secret: bytes
     ) -> None:
-        """``layouts`` has the sizes of each agent's host blocks, in order of rank. ``node`` is the name for texts.
+        """``layouts`` has the sizes of each agent's host blocks, in order of rank. ``node`` is its name in error texts.
 
         ``connect`` returns a connection to the node and raises OSError. This object then owns the connection.
         """
@@ -117,8 +120,9 @@ class RemotePool:
     def expect_weights(self, digest: str, note: Callable[[str], None]) -> None:
         """Starts a thread that asks the node for the digest of its weights until it replies. Returns immediately.
 
-        The thread calls ``note`` with the result: an empty text if the weights are the server's. Before that, it calls
-        ``note`` once if the node cannot be reached. Without a free thread, the next call tries again.
+        The thread calls ``note`` with the result: an empty text if the node has the server's weights, otherwise an
+        error text. If the node cannot be reached, the thread first calls ``note`` once with the reason. If no thread
+        can be started, this method calls ``note`` with the reason, and may be called again.
         """
         with self._lock:
             if self._expected or self._closed.is_set():

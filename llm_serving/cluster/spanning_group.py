@@ -29,7 +29,7 @@ class SpanningGroup:
     """A ``Group`` of agents on several nodes. If one node is lost, all agents of the group are ended."""
 
     def __init__(self, config: Config, nodes: Sequence[Node], make_part: Callable[[Node, RemotePart], RemoteGroup]):
-        """``make_part`` makes the part of the group on a node, whose link is then in use."""
+        """``make_part`` is called for each node. It returns the group's part on this node, which then owns the link."""
         self.started_at = time.monotonic()
         self.slots = new_slots(config)
         places = [Place(node.address.host, node.address.port) for node in nodes]
@@ -86,7 +86,7 @@ class SpanningGroup:
         return min(due for part in self._parts if (due := part.next_look(last_result)) is not None)
 
     def look(self, now: float, last_result: float, slots: Iterable[int]) -> None:
-        """Sends signs of life to all nodes, and checks them. See ``RemoteGroup.look`` for the errors."""
+        """Sends a sign of life to each node if one is due. Raises AgentError if a node is lost or has been drained."""
         for part in self._parts:
             self._call(part, partial(part.look, now, last_result, slots))
 

@@ -16,11 +16,11 @@ Sent = tuple[messages.AdapterLoad, AdapterMemory]
 
 @dataclass(slots=True)
 class _Loading:
-    """An adapter that the agents must load. The message that lets them load it is sent when ``steps`` have ended. These
-    are the steps that were in flight when ``AdapterSlots.load`` was called.
+    """An adapter that the agents must load after the steps in flight.
 
-    ``seq`` is the number of the message. The replies repeat this number, so late replies to an earlier message are
-    recognised.
+    ``steps`` are the steps that were in flight when ``AdapterSlots.load`` was called, and have not ended yet. When
+    ``steps`` is empty, the message to load the adapter is sent. ``seq`` is the number of this message. The replies
+    repeat the number, so late replies to an earlier message are recognised.
     """
 
     seq: int
@@ -80,7 +80,11 @@ class AdapterSlots:
             self._loading = None
 
     def due(self, in_flight: Iterable[int]) -> list[Sent]:
-        """Returns the message for the adapter of ``load`` when all steps before it have ended. Returns it once."""
+        """Returns the message that lets the agents load the adapter of the last ``load``, if it must be sent now.
+
+        The message must be sent when all steps have ended that were in flight at ``load``. It is returned once. In all
+        other cases, the result is empty.
+        """
         loading = self._loading
         if loading is None or self._unanswered:
             return []

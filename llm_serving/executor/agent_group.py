@@ -47,12 +47,12 @@ class AgentGroup:
         memory: GroupMemory | None = None,
         part: GroupPart | None = None,
     ) -> None:
-        """``hand_over_names`` are the names of the agents' hand-over pools, in order of rank. Empty without roles.
+        """``hand_over_names`` are the names of the agents' hand-over pools. They are empty without hand-over pools.
 
         Agents that sleep during a step are not counted as lost before ``min_sleep_s`` seconds have passed.
         ``memory`` is the group's shared memory. If it is None, it is created here, which takes seconds for each GiB of
-        host blocks. ``part`` is this machine's part of the group, or None if all agents are on this machine. All
-        sequences have an element for each agent of this machine.
+        host blocks. ``part`` is this machine's part of the group, or None if all agents are on this machine.
+        ``listeners`` and ``hand_over_names`` have one element for each agent of this machine, in order of rank.
         """
         group = group_ranks(replica, config.parallel_config)
         ranks = group if part is None else group[part.members.start : part.members.stop]
@@ -111,8 +111,9 @@ class AgentGroup:
         return self.memory.pools
 
     def sources(self) -> list[Source]:
-        """Returns each agent's connection and the descriptor that becomes readable at its exit. The last one is that of
-        the cluster's scheduler, if this machine runs it.
+        """Returns two sources for each agent: its connection, and a descriptor that becomes readable at its exit.
+
+        If this machine runs the scheduler process of the MindSpore cluster, its exit descriptor is the last source.
         """
         sources: list[Source] = []
         for member, link in enumerate(self.links):
@@ -142,7 +143,7 @@ class AgentGroup:
         return None if last_result is None or self._vitals is None else self._vitals.next_look(last_result)
 
     def look(self, now: float, last_result: float, slots: Iterable[int]) -> None:
-        """Raises AgentLostError if the agents will never complete their step, see ``Vitals``."""
+        """Raises AgentLostError if the agents will never complete their step, because they are stopped or hang."""
         if self._vitals is None:
             return
         own, forecast_s = self.slots, None

@@ -117,7 +117,7 @@ class AgentLink:
         """``pool_name``: name of the shared memory with the agent's host blocks, empty without KV tiers.
 
         ``tiles_name``: name of the shared memory with the tiles of images, empty if the model reads no images.
-        ``hand_over_name``: name of the hand-over pool, empty without roles of replicas.
+        ``hand_over_name``: name of the agent's hand-over pool, empty if it has none.
         """
         self.rank = rank
         self.address = "{}:{}".format(*listener.getsockname()[:2])

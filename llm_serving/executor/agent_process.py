@@ -104,8 +104,8 @@ def launch_python(
         stdout=log,
         stderr=log,
         env=environment,
-        # The agent gets its own session. So Ctrl-C in the terminal reaches only the server, which then stops its agents
-        # in order.
+        # The agent gets its own session. So Ctrl-C in the terminal reaches only the server, which then asks its
+        # agents to end.
         start_new_session=True,
     )
 

@@ -106,8 +106,10 @@ class Executor(Protocol):
         """
 
     def abort(self, seq: int) -> None:
-        """Asks the agents to drop step ``seq`` if it has not begun. ``poll`` returns a result of the step in any case:
-        that it was dropped, or that it ran."""
+        """Asks the agents to drop step ``seq`` if it has not begun.
+
+        ``poll`` still returns a result of the step: a normal one, or one that states that the step was dropped.
+        """
 
     def distrust(self, check: str, reason: str, step: int | None = None) -> None:
         """Restarts the agents, because a self-check outside of the executor failed. ``poll`` then reports the loss."""

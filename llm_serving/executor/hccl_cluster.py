@@ -35,7 +35,7 @@ class GroupPart:
     own_host: str
     """The IP address of this machine that the other machines reach."""
     scheduler: tuple[str, int] | None = None
-    """IP address and port at which the agents find each other. None on a CPU, where they need not."""
+    """IP address and port of the cluster's scheduler, through which the agents find each other. None on a CPU."""
     reserved: socket.socket | None = None
     """Keeps the scheduler's port until the scheduler starts. None unless the scheduler runs on this machine."""
 
@@ -77,7 +77,7 @@ class ClusterPlace:
 
     @property
     def common(self) -> dict[str, str]:
-        """The variables that scheduler and agents have alike."""
+        """The environment variables that have the same values in the cluster's scheduler and in all agents."""
         return {
             "MS_WORKER_NUM": str(self.num_agents),
             "MS_SCHED_HOST": self.host,

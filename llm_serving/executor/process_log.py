@@ -19,7 +19,10 @@ PIPE_BYTES = 1024 * 1024
 """Size of the pipe for a process's output. If the pipe is full, the process waits until the server has read from it."""
 MAX_LINE_BYTES = 64 * 1024
 END_WAIT_S = 1.0
-"""Maximum seconds to wait for the end of an ended process's output. Its children may still have the pipe."""
+"""Maximum seconds to wait for the end of the output after a process has ended.
+
+Without this limit, a child of the process that still has the pipe open would block ``close``.
+"""
 TAIL_WAIT_S = 0.25
 _TAIL_LINES = 60
 _TAIL_CHARS = 4000

@@ -18,15 +18,15 @@ FAMILIAR = 2.0
 """A step is familiar if each of its sizes is at most this multiple of the largest size among the learnt steps."""
 
 _Sizes = tuple[float, ...]
-"""The sizes of a step: numbers of decoding sequences, their context tokens, prompt tokens, and pairs. A pair is a
-prompt token and a token that its attention reads.
+"""The sizes of a step, four numbers: the decoding sequences, the context tokens of these sequences, the prompt tokens,
+and the pairs. A pair consists of a prompt token and a token that its attention reads.
 """
 
 
 class StepForecast:
-    """Learns how long steps take, and predicts it for other steps. It reads the sizes of a step from its step slot, and
-    its time, as the agents measured it, from its result.
+    """Learns from completed steps how long steps take, and predicts the time of other steps.
 
+    The sizes of a step are read from its step slot. Its time is in its result, as the agents have measured it.
     Steps of unusual size, and steps that also move blocks or encode images, are not predicted.
 
     The cost model gives each prompt token the same time. But a token late in a prompt attends to more earlier tokens,
@@ -39,9 +39,9 @@ class StepForecast:
         self._model = StepCostModel()
         self._num_results = 0
         self._largest: _Sizes = (0.0, 0.0, 0.0, 0.0)
+        """The largest size of each kind among the steps from which the cost model has computed its coefficients."""
         self._new_largest: _Sizes = self._largest
-        """The largest sizes of all steps until now. ``_largest`` is an older value of it: from the time when the cost
-        model last computed its coefficients."""
+        """The largest size of each kind among all learnt steps, also those that the coefficients do not include yet."""
         self._reach = _LearntReach()
         self.longest_s = 0.0
         """Longest time of a step so far."""

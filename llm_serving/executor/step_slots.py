@@ -234,9 +234,10 @@ class StepSlots:
         _write_sizes(step, slot, table_width=width, history_len=history_len, num_masks=num_masks)
 
     def _write_columns(self, step: ScheduledStep, slot: StepSlot, rows: npt.NDArray[np.int32]) -> int:
-        """Writes the columns that stay the same in all decode steps of a batch.
+        """Writes the columns that stay the same in all decode steps of a batch. Also writes the histories.
 
-        Returns the total length of the histories.
+        A history has the known tokens of a sequence that is new on its batch row. The agent needs them for penalties.
+        Returns the total number of tokens in the histories.
         """
         num_seqs = step.num_seqs
         slot.mask_number[:num_seqs] = 0
@@ -382,7 +383,7 @@ def _write_shifts(step: ScheduledStep, slot: StepSlot) -> None:
 
 
 def _write_headers(step: ScheduledStep, slot: StepSlot) -> None:
-    """Writes the headers of moves to or from the hand-over pool, and clears their results."""
+    """Writes the headers of moves to or from the hand-over pool, and clears the error flags of the moves."""
     headers = np.frombuffer(b"".join(step.headers), np.uint32)
     slot.move_headers[: headers.size] = headers
     slot.move_faults[: len(step.moves)] = 0

@@ -202,8 +202,8 @@ class DecodeLog:
         return DUE if len(run.times_us) >= self._max_iterations or now >= self.due else LOGGED
 
     def stop(self) -> None:
-        """Stops logging until ``begin`` is called. If the present loop iteration has calls in the log, they stay there,
-        and the iteration is marked as not ended.
+        """Stops logging until ``begin`` is called. If the log has calls of the present loop iteration, it keeps them
+        and marks the iteration as not ended.
         """
         run = self._run
         if run is not None and self._iteration_results:

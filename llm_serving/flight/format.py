@@ -64,9 +64,9 @@ class Tag(enum.IntEnum):
     """
     UPDATE = 3
     """A call of ``update``. Fields: step number, fault?, indices of ended sequences, output pseudonyms?, queue_us,
-    graph_us, sample_us, number of updates or name of the raised error, counts?. Two further fields may follow: first
-    the indices of the tokens that wrong drafts made void, then the indices of the block moves that failed. The second
-    is omitted if no move failed. Both are omitted if both would be empty.
+    graph_us, sample_us, number of updates or name of the raised error, counts?. One or two fields may follow: the
+    indices of the tokens that wrong drafts made void, and the indices of the block moves that failed. A field is
+    omitted if it is empty and no other field follows.
     """
     FINISH = 4
     """A call of ``finish_request``. Fields: number of the request?, reason, whether the scheduler knew the request."""

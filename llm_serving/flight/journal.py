@@ -28,7 +28,7 @@ _TIME, _SCHEDULE, _UPDATE, _DECODING = int(Tag.TIME), int(Tag.SCHEDULE), int(Tag
 WRITE_INTERVAL_S = 0.5
 """Maximum time in seconds between writes while steps are in flight."""
 _NOW = -math.inf
-"""A time that is always over: the journal then writes at the end of the loop iteration."""
+"""Value of ``_due`` that makes the journal write its records at the end of the present loop iteration."""
 _MAX_ITERATIONS = 1024
 """Maximum number of loop iterations in one record of undisturbed decoding."""
 _MAX_ENDED = 32
@@ -54,13 +54,18 @@ class Journal:
         self._requests = KnownRequests(names, self._forget_number)
         self._has_pseudonyms = names is not None
         self._sent: dict[int, ScheduledStep] = {}
-        """Steps in flight by number. A step in the decode log is replaced by the latest step of the same batch."""
+        """Steps in flight by number.
+
+        After a run of undisturbed decoding, the value of each step of the run is the latest step of the run.
+        """
         self._steps = StepWriter()
         self.decode_log = DecodeLog(self._scheduler.counts, _MAX_ITERATIONS)
         self._num_steps = 0
         self._is_step_latest = False
-        """True if the latest call of the scheduler was ``schedule`` and returned a step. If the next call of
-        ``schedule`` returns no step, the scheduler's counts are still the same, and its record omits them.
+        """True if the latest call of the scheduler was ``schedule`` and returned a step.
+
+        If the next call is ``schedule`` and returns no step, the counts have not changed. The record of this call then
+        omits the counts.
         """
         self._counted_requests: list[Request] | None = None
         self._counted_lens: list[int] = []

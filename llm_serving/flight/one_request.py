@@ -24,7 +24,7 @@ from llm_serving.scheduler.output import StepKind
 __all__ = ["MAX_CHUNKS", "MAX_SPANS", "find_timeline"]
 
 MAX_SPANS = 200
-"""Maximum number of phases in a timeline. A request with many preemptions may have more phases; the rest is only
+"""Maximum number of phases in a timeline. A request with many preemptions may have more. Further phases are only
 counted.
 """
 MAX_CHUNKS = 200

@@ -50,8 +50,10 @@ class StepWriter:
         self._latest: _Last | None = None
         self._has_grown = False
         self._tables: dict[int, tuple[list[int], int]] = {}
-        """For each request number: the block table, and how many of its blocks are already recorded. If ``_has_grown``
-        is True, these lengths are out of date for the latest step's sequences. Then ``_latest`` has their lengths.
+        """For each request number: the block table, and the number of its blocks that are already recorded.
+
+        If ``_has_grown`` is True, this number is out of date for the sequences of the latest step. Their present
+        numbers are then in ``_latest.table_lens``.
         """
 
     def forget(self, number: int) -> None:
@@ -99,8 +101,9 @@ class StepWriter:
         """Checks whether the steps in flight ``sent`` are undisturbed decode steps of one batch. If so, returns the
         recorded lengths of their block tables.
 
-        Otherwise returns None: if the last step in ``sent`` is not the latest recorded step, or if the steps have
-        different sequences. Also if a sequence has several tokens, does not sample, or is new on its batch row.
+        Otherwise returns None. This is the case if the last step in ``sent`` is not the latest recorded step, or if the
+        steps have different sequences. It is also the case if a sequence has several tokens, does not sample, or is new
+        on its batch row.
         """
         last = self._latest
         if (

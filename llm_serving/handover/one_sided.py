@@ -8,7 +8,7 @@ damaged, and contents that a stranger wrote.
        |<--- place, sources, headers ---------|   where the library finds the sender's pools
        |---- blocks read so far ------------->|   after each piece, or an error text
 
-The receiver reads, so it also decides when its pools change. A sender that was thought to be dead writes nothing.
+Only the receiver writes into its pools. So a sender that counts as lost, but still runs, cannot change them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from llm_serving.handover.transport import Pairs, Pool, TransferError, send_all
 from llm_serving.ipc.introduction import receive
 
 PIECE_BYTES = 16 << 20
-"""Bytes of a piece, which the library reads in one call. The sender waits for one piece at a time, not for all."""
+"""Maximum bytes that the library reads in one call. More than this only if one block is larger.
+
+The receiver reports its progress after each call. So the sender's timeout applies to one call, not to the transfer.
+"""
 MAX_PIECE_BLOCKS = 1024
 MAX_PLACE_BYTES = 8192
 MAX_ERROR_BYTES = 1024

@@ -108,7 +108,10 @@ class Carrier(Protocol):
         """The name of the carrier in the introduction of a connection: 8 bytes."""
 
     def send(self, link: socket.socket, head: bytes, pools: Sequence[Pool], pairs: Pairs) -> None:
-        """Sends ``head``, and then the blocks. Raises OSError or LLMServingError if they did not arrive."""
+        """Sends ``head``, which describes the transfer, and then the blocks.
+
+        Raises OSError or LLMServingError if the blocks did not arrive.
+        """
 
     def take(self, link: socket.socket, pools: Sequence[Pool], destinations: Sequence[int]) -> None:
         """Receives the blocks that ``send`` sends. A block has its header only when its content is complete.
@@ -141,7 +144,7 @@ class FramedCarrier:
                 pool.headers[destination] = np.frombuffer(header, np.uint8)
 
     def close(self) -> None:
-        """Does nothing. The blocks travel through the connections, which others close."""
+        """Does nothing. This carrier has no resources, and its callers close the connections."""
 
 
 FRAMES = FramedCarrier()
@@ -205,7 +208,10 @@ class TcpTransport:
         return self._is_closed.is_set()
 
     def transfer(self, pairs: Pairs, done: Done) -> None:
-        """See ``BlockTransport.transfer``. Raises ValueError if a source block does not exist."""
+        """Starts to send blocks to the receiver's pools. Returns immediately. Raises ValueError for an unknown source.
+
+        ``done`` is called at the end, with an error if not all blocks have arrived.
+        """
         num_blocks = self._pools[0].blocks.shape[0]
         wrong = [source for source, _ in pairs if not 0 <= source < num_blocks]
         if wrong:

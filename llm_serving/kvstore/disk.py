@@ -145,7 +145,7 @@ class FileTier(ABC):
 
     def write(self, key: BlockKey, pool: HostPool, host: int, done: Callable[[], None]) -> None:
         """Asks the mover to write the content of a host block, and then to call ``done``. The block must not change
-        before that.
+        before ``done`` is called.
         """
         records = self._records
         self.mover.submit(lambda: self._write(records, key, pool, host, done))

@@ -1,5 +1,5 @@
-"""Records which blocks requests asked to keep in host memory, until when, and within which limits. No block is moved
-here.
+"""Records which blocks requests asked to keep in host memory, until when, and within which limits. ``host_blocks`` uses
+the record when it chooses blocks for reuse.
 """
 
 from __future__ import annotations

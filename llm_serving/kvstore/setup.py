@@ -117,7 +117,7 @@ class KvTiers:
                 pool.expect_weights(digest, partial(self._note_weights, store))
 
     def _note_weights(self, store: BlockStore, problem: str) -> None:
-        """Reports the result of a comparison. Then blocks that waited for it can be copied."""
+        """Reports a problem of a comparison. Wakes the engine, because copies of blocks may wait for the result."""
         if problem:
             self._on_problem(problem)
         store.wake()

@@ -138,7 +138,10 @@ class BlockStore:
         self._written: deque[tuple[int, int]] = deque()
         self._num_writes = 0
         self._unwritten: deque[int] = deque(maxlen=max(1, num_hosts))
-        """Host blocks that must still be written to the disk. While the disk takes none, older ones are dropped."""
+        """Host blocks that must still be written to the disk, the oldest first.
+
+        If the disk accepts no writes for a long time, the oldest elements are dropped.
+        """
         if disk is not None:
             disk.when_open(wake)
 
@@ -348,11 +351,11 @@ class BlockStore:
     # The following methods find blocks for waiting requests and load them.
 
     def _look_up(self, source: TierSource, wanted: WantedBlocks, now: float) -> bool:
-        """Finds the blocks that the scheduler wants. Returns True if this method has replied.
+        """Looks for the blocks that the scheduler wants, up to the first block that no tier has.
 
-        The reply can only have the first blocks of the request, up to the first block that no tier has. If all of them
-        are in host memory, replies immediately. Otherwise starts to read the missing blocks from the disk and returns
-        False. Blocks are not read if reading takes longer than computing them, or if no host block is free.
+        If all blocks that were found are in host memory, replies to the scheduler and returns True. Otherwise starts to
+        read the other blocks from the disk, and returns False: the reply follows after the read. Blocks are not read if
+        reading takes longer than computing them, or if no host block is free.
         """
         hosts: list[int] = []
         transfer = Transfer([], [], [], [])
@@ -407,7 +410,7 @@ class BlockStore:
         return 10 * MIN_PATIENCE_S if block_s is None else max(MIN_PATIENCE_S, PATIENCE * block_s * len(transfer.keys))
 
     def _without_reads(self, hosts: list[int], transfer: Transfer) -> list[int]:
-        """Returns the host blocks before the first one that must be read from the disk. Releases all others."""
+        """Returns the host blocks before the first one that must be read from the disk. Releases the remaining ones."""
         end = hosts.index(transfer.hosts[0])
         for host in hosts[end:]:
             self._hosts.release(host)

@@ -58,8 +58,10 @@ class LargeBodies:
         """Whether a large body has been read since the timer was started. The timer then starts once more."""
 
     def note(self, num_bytes: int) -> None:
-        """Notes that a body of ``num_bytes`` has been read. After a large body, another thread returns the free memory
-        every ``TRIM_S``, for the last time when ``TRIM_S`` have passed since the last large body.
+        """Records that a body of ``num_bytes`` has been read.
+
+        Another thread returns the free memory ``TRIM_S`` seconds after a large body. If more large bodies arrive during
+        this time, the memory is returned again ``TRIM_S`` seconds later.
         """
         if num_bytes < LARGE_BYTES:
             return

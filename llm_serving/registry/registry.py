@@ -166,7 +166,11 @@ class ModelRegistry(Generic[V]):
             await asyncio.to_thread(return_free_memory)
 
     async def reload(self, model: ServedModel[V], path: str | None, *, drain_first: bool) -> None:
-        """Replaces the version of a model, see ``reloading.reload``."""
+        """Replaces the version of a model by one with the present files, or those in ``path``.
+
+        With ``drain_first``, the old version may end before the new one starts. Raises ModelStateError if the model
+        cannot be reloaded. ``reloading.reload`` describes the steps.
+        """
         await reload(self._transitions, model, path, drain_first=drain_first)
 
     def _check_wait(self, model: ServedModel[V], left_s: float) -> None:

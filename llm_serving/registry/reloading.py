@@ -124,8 +124,8 @@ class _Reload(Generic[V]):
         """Returns the other models that must end, so that the old and the new version of this model fit into memory
         together.
 
-        If they cannot fit together, returns None: the old version must then end before the new version starts. Raises
-        ModelStateError if ``drain_first`` is False, so that this is not permitted, or if it would not suffice.
+        Returns None if they cannot fit together, but the new version fits after the end of the old version. Only
+        ``drain_first`` permits this. Otherwise raises ModelStateError.
         """
         hint = ' Send {"drain_first": true} to end the old version before the new one starts.'
         try:

@@ -30,7 +30,7 @@ from llm_serving.handover.mooncake.messages import (
 )
 
 _NO_METADATA_SERVER = "P2PHANDSHAKE"
-"""The engines ask each other for the addresses of their memory."""
+"""Value for Mooncake's metadata server. With it, engines ask each other for memory addresses, without a server."""
 
 
 class EngineError(Exception):
@@ -101,7 +101,8 @@ def _serve_reads(engine: Engine, control: socket.socket) -> None:
 def _ends_with(control: socket.socket) -> Iterator[None]:
     """In this context, the signal SIGIO ends the process if the node closes ``control``, even if Mooncake hangs.
 
-    PR_SET_PDEATHSIG is no alternative: it sends the signal when the thread of the node ends that started this process.
+    PR_SET_PDEATHSIG is no alternative. It sends the signal when the thread that started this process ends, even if the
+    node continues to run.
     """
     fcntl.fcntl(control, fcntl.F_SETOWN, os.getpid())
     flags = fcntl.fcntl(control, fcntl.F_GETFL)
@@ -147,7 +148,7 @@ def _transfer_engine(setup: Setup) -> Any:
 
 
 def _choose_ascend(number: int) -> None:
-    """Chooses the Ascend whose links Mooncake uses. Raises EngineError."""
+    """Makes the Ascend device ``number`` the one whose network links Mooncake uses. Raises EngineError."""
     try:
         import acl
     except ImportError as error:

@@ -15,7 +15,7 @@ PACKAGES = {
 }
 """The package of PyPI with the build of Mooncake for each protocol."""
 FIRST_VERSION, END_VERSION = (0, 3, 13), (0, 4, 0)
-"""The versions that work: from the first one, and below the second one.
+"""The versions of Mooncake that work: from ``FIRST_VERSION`` on, and below ``END_VERSION``.
 
 Before 0.3.12, everyone who reached a port of Mooncake could read and write all memory of the process.
 """
@@ -24,7 +24,10 @@ LIBRARIES = "libibverbs1, libnl-3-200 and libnl-route-3-200"
 TIMEOUT_S = 6
 """Seconds after which Mooncake gives up a transfer. Mooncake adds a second for each GiB."""
 _FORCED = {TCP: "MC_FORCE_TCP", RDMA: "MC_FORCE_HCA"}
-"""For a protocol: the environment variable without which Mooncake would choose between the two itself."""
+"""The environment variable that makes Mooncake use a protocol, for TCP and RDMA.
+
+Without the variable, Mooncake chooses one of these two protocols itself.
+"""
 
 
 def problem_with(protocol: str) -> str | None:

@@ -31,12 +31,15 @@ from llm_serving.ipc.segment import open_segment
 MODULE = "llm_serving.handover.mooncake"
 START_LIMIT_S = 60.0
 READ_LIMIT_S = TIMEOUT_S - 1.0
-"""Seconds after which a read fails and the process is ended. The time in which the read waits for a start counts, too.
+"""Seconds after which a read fails and the process is killed, including the time in which the read waits for a start.
 
-Mooncake usually gives up earlier. A connection to a machine without power would take it minutes.
+Mooncake has its own, shorter timeout. But it can wait for minutes for a machine that has lost its power.
 """
 START_WAIT_S = 2.0
-"""Seconds that a read waits for the start of an engine. The rest of ``READ_LIMIT_S`` is enough for Mooncake."""
+"""Maximum seconds that a read waits for the start of an engine.
+
+The difference from ``READ_LIMIT_S`` is longer than Mooncake's own timeout for a transfer.
+"""
 REPLY_LIMIT_S = 5.0
 """Seconds in which a process must reply to a ``Read`` without pairs."""
 STILL_STARTING = "the engine of Mooncake is still starting"
@@ -44,10 +47,12 @@ _STANDARD_ERROR = 2
 
 
 class MooncakeReader:
-    """Reads blocks into the pools of a node. Starts the process immediately, and again after it has ended.
+    """Reads blocks into the pools of a node, with a process that runs Mooncake's engine.
 
-    Other nodes find the pools at ``host``. ``device`` may be empty. Every failed read ends the process, because it may
-    still write into the pools. Mooncake also remembers addresses of nodes that have ended.
+    The constructor starts the process. If the process ends, a new one is started. Every failed read ends the process,
+    because Mooncake may still write into the pools. A new process also does not know addresses of ended nodes, which
+    Mooncake would keep. Other nodes find the pools at ``host``. ``device`` is the name of the network device, or empty
+    to let Mooncake choose.
     """
 
     def __init__(
@@ -58,9 +63,10 @@ class MooncakeReader:
         host: str,
         on_cancel: OnCancel = lambda cancel: None,
     ) -> None:
-        """The pools must still have names. Raises TransferError if Mooncake does not work, and OSError.
+        """Opens the pools by name, so they must not be unlinked yet. Raises TransferError if Mooncake does not work.
 
-        ``on_cancel`` receives a function that ends the wait for the engine, see ``OnCancel``.
+        Raises OSError if a pool cannot be opened. ``on_cancel`` is called with a function that ends the wait for the
+        engine. Another thread may call this function.
         """
         self._lock = threading.Lock()
         """Never held while a thread waits for an engine, so that ``close`` can end the process at any time."""
@@ -89,9 +95,10 @@ class MooncakeReader:
         return self._launched().wait_until_started(START_LIMIT_S)
 
     def read(self, place: bytes, pairs: Pairs) -> None:
-        """See ``BlockReader.read``. Also fails if the engine does not start within ``START_WAIT_S``.
+        """Copies blocks from the pools at ``place`` into the pools of this node. A pair is (block there, own block).
 
-        The start then goes on, for the next read. A longer wait would let the sender give up before this read ends.
+        Raises TransferError if a block did not arrive, or if the engine does not start within ``START_WAIT_S``. With a
+        longer wait, the sender would give up before this read ends. The start continues, so a later read may succeed.
         """
         begun = time.monotonic()
         process = self._launched()
@@ -155,9 +162,10 @@ class _EngineProcess:
         return False
 
     def wait_until_started(self, limit_s: float) -> bytes:
-        """Returns the place of the engine when it runs.
+        """Waits until the engine runs. Returns its encoded ``Place``, at which other nodes read the pools.
 
-        Raises TransferError after ``limit_s`` seconds. The process is only ended if its start has failed.
+        Raises TransferError if the engine does not run after ``limit_s`` seconds, or if its start has failed. In the
+        second case, also ends the process.
         """
         if self._place:
             return self._place
@@ -184,9 +192,10 @@ class _EngineProcess:
             self._starting.release()
 
     def replies(self) -> bool:
-        """Returns False if the process replies to none of two messages, and ends no read meanwhile.
+        """Returns True if the process still works: it replies to a test message, or completes a read meanwhile.
 
-        A busy machine may delay one reply. The end of the process would fail all its transfers.
+        Sends a second test message if the first one gets no reply, because a busy machine may delay a reply. If the
+        result is False, the caller ends the process, and all its transfers fail.
         """
         before = self._num_replies
         for _ in range(2):
