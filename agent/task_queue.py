@@ -82,7 +82,7 @@ class TaskQueue:
 
         If no message waits but the device has computed a step, returns StepComputed and 0. A waiting message comes
         first, because the device would be idle until its step is launched. If nothing happens for ``wait_s`` seconds,
-        returns Idle and 0. None: waits without limit.
+        returns Idle and 0. If ``wait_s`` is None, waits without limit.
         """
         with self._changed:
             while not self._heap:

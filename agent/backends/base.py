@@ -103,7 +103,7 @@ class OpTable(ABC):
 
     traits: ClassVar[DeviceTraits]
     states: SequenceStates | None = None
-    """The states of sequences that a step reads and writes. None if the model has no linear attention."""
+    """Assigns the recurrent states of linear attention to sequences. None if the model has no linear attention."""
 
     def __init__(self, dtype: str, part: ModelPart | None = None, hooks: DeviceHooks | None = None) -> None:
         self.dtype = dtype
@@ -163,7 +163,7 @@ class OpTable(ABC):
         return self.part is None or self.part.may_run_ahead
 
     def vocab_rows(self, vocab_size: int) -> int:
-        """Returns the number of rows of this agent's embedding and output weight."""
+        """Returns the number of vocabulary rows that this agent's embedding and output weight have."""
         if self.part is None or not self.is_split:
             return vocab_size
         return len(self.part.shard.vocab) if self.traits.packs_weights else self.part.vocab_stride

@@ -129,12 +129,12 @@ class HeadNetwork(DraftNetwork):
         return from_float32(np.ascontiguousarray(x * scale * to_float32(gamma, dtype)), dtype)
 
     def _read_tokens(self) -> tuple[str, Int32Array | None]:
-        """Returns the prefix of the names of the head's tensors, and the token id of each index that the head's logits
-        have.
+        """Returns the prefix of the names of the head's tensors, and an array that maps indices of the head's logits to
+        token ids.
 
-        The prefix is ``model.`` if the folder also stores an embedding (``TensorFiles``), otherwise empty. The token
-        ids are None if each index is its own token id, for example with random weights. Raises CheckpointError if the
-        offsets are missing or give an id that is not a token.
+        The prefix is ``model.`` if the folder also stores an embedding (``TensorFiles``), otherwise empty. The array is
+        None if each index is its own token id, for example with random weights. Raises CheckpointError if the offsets
+        are missing or give an id that is not a token.
         """
         config, count = self.config, self.config.shape.vocab_size
         if config.model_config.load_format == "dummy":

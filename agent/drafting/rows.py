@@ -44,7 +44,8 @@ class DraftRows:
         self._filled_on_host.fill(0)
 
     def begin(self, row: int, start: int, table: Int32Array) -> None:
-        """Begins a new sequence on a batch row. Its first ``start`` tokens are in the blocks of ``table``."""
+        """Begins a new sequence on a batch row. Its first ``start`` tokens are a cached prefix, in the blocks
+        of ``table``."""
         size = self._block_size
         blocks = table[: -(-start // size)]
         needed = np.minimum(start - size * np.arange(blocks.size), size)
@@ -52,10 +53,10 @@ class DraftRows:
         self.num_computed[row] = start if is_complete else _BEHIND
 
     def put(self, rows: Int32Array, positions: Int32Array, token_ids: Int32Array) -> None:
-        """Stores known tokens. If a token differs from the stored token, the keys and values from its position on are
-        out of date.
+        """Stores known tokens. The arguments have one element for each token.
 
-        The arguments have one entry for each token.
+        If a token differs from the token that was stored at its position, the keys and values from this position on
+        count as not computed.
         """
         differs = self.tokens[rows, positions] != token_ids
         np.minimum.at(self.num_computed, rows[differs], positions[differs])

@@ -51,8 +51,8 @@ class Place:
 
 
 def adapter_places(part: ModelPart, *, equal_vocabularies: bool) -> dict[str, tuple[Place, ...]]:
-    """Returns, for each checkpoint tensor that may have an adapter, its places in the agent's parameters, by the
-    tensor's name.
+    """Returns the places in the agent's parameters of each checkpoint tensor that may have an adapter, by the tensor's
+    name.
 
     A tensor has a place in each parameter that contains some of its rows. For example, the query weight of a hybrid
     model also has the rows of the output gate. A tensor without a place belongs to another pipeline stage. With

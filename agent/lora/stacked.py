@@ -53,7 +53,7 @@ class StackedSizes:
 
     @property
     def num_groups(self) -> int:
-        """The number of slots, including the last slot, which is for rows without an adapter."""
+        """The number of slots, including the last slot, which is for tokens without an adapter."""
         return self.num_slots + 1
 
     def shapes(self, in_features: int, out_features: int, num_layers: int) -> tuple[Shape, Shape]:

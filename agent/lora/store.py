@@ -33,7 +33,8 @@ class ModuleAdapter:
 
 @dataclass(frozen=True, slots=True)
 class ParameterAdapter:
-    """The adapter of one parameter: the adapters of its tensors, in the order of their rows."""
+    """The LoRA adapter of one parameter. A parameter that joins several checkpoint tensors has a ``ModuleAdapter`` for
+    each of them, in the order of their rows."""
 
     spec: WeightSpec
     modules: tuple[ModuleAdapter, ...]
@@ -107,7 +108,7 @@ class AdapterStore:
     def _places_of(self, tensor: str) -> tuple[Place, ...]:
         """Returns the places of a checkpoint tensor in this agent's parameters.
 
-        There are none if another pipeline stage has the tensor.
+        The result is empty if another pipeline stage has the tensor.
         """
         if tensor not in self._places:
             raise AgentError(f"the model has no linear layer {tensor} that may have an adapter")

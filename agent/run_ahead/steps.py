@@ -92,7 +92,8 @@ class _Launched:
 
 
 class StepsAhead:
-    """The steps that were launched but not sampled yet, oldest first."""
+    """Launches steps, and samples each step later. Stores the launched steps that are not sampled yet, oldest
+    first."""
 
     def __init__(self, device: Device, reader: StepReader, tokens: LastTokens) -> None:
         """``reader`` must leave LAST_TOKEN in the inputs, because ``StepsAhead`` replaces it."""

@@ -171,8 +171,9 @@ class _OwnExperts(nn.Cell):
         return self.multiply(fractions, self.gather(self.is_own, chosen, 0)), self.gather(self.numbers, chosen, 0)
 
     def counts(self, counts: Tensor) -> Tensor:
-        """Returns the numbers of rows of this agent's experts. ``counts`` has the number of rows of each expert of the
-        model.
+        """Selects this agent's experts from ``counts``, which has the number of rows of every expert of the model.
+
+        Both are in the order of the renumbered experts, so this agent's experts come first.
         """
         return self.gather(counts, self.first, 0)
 

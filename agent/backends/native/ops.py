@@ -224,7 +224,7 @@ class NativeOps(OpTable):
 
 
 def _of_adapters(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Selects the Parameters that are matrices of adapters, by name."""
+    """Returns those of ``parameters`` that are matrices of LoRA adapters, by their names."""
     ends = (f".{A_NAME}", f".{B_NAME}")
     return {name: parameter for name, parameter in parameters.items() if name.endswith(ends)}
 

@@ -111,9 +111,8 @@ class SinkAttention(nn.Cell):
     def _with_sinks(self, attended: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
         """Adds the sinks to the softmax of ``attended``, which is attention without sinks.
 
-        The result is [tokens, heads x head_size].
         ``sums`` [tokens, heads, 1, 1] has the logarithms of the sums of exponentials, and ``sinks`` [heads] has one
-        sink for each head.
+        sink for each head. The result is [tokens, heads x head_size].
         """
         above = self.subtract(self.reshape(sums, self.sums), self.reshape(sinks, self.of_head))
         heads = self.cast(self.reshape(attended, self.heads), ms.float32)
