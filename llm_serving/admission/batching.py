@@ -54,7 +54,7 @@ class _StaticBatching(BatchingMode):
         self._num_places -= 1
 
     def note_no_capacity(self) -> None:
-        """Closes the batch, because no batch row or too few blocks are free. Waiting requests join the next batch."""
+        """Lets no further request join the batch, because capacity is missing. Waiting requests form the next batch."""
         if self._state.num_started:
             self._num_places = 0
 

@@ -51,8 +51,8 @@ _AIMD_FACTOR = 4
 class RouterAdmission(Admission):
     """Admits a sequence if all sequences together never hold more than ``max_total_tokens`` tokens.
 
-    Without ``predictor``, each output is assumed to reach its maximum length. ``predictor`` returns an expected length
-    instead.
+    Without ``predictor``, the forecast assumes that each output reaches its maximum length. With ``predictor``, it uses
+    the expected length that ``predictor`` returns.
     """
 
     STATE: ClassVar[tuple[str, ...]] = ("max_total_tokens", "_refused", "_predictor")

@@ -121,8 +121,8 @@ class Starter:
         start.
 
         With ``whole``, prompts are not divided to fill the step. A prompt that exceeds the free tokens of the step
-        waits, unless the step is empty. ``starts`` limits how many requests start that never ran. None: no limit. With
-        ``only_light``, only requests of light keys start.
+        waits, unless the step is empty. ``starts`` limits how many requests that never ran may start. None: no limit.
+        With ``only_light``, only requests of light keys start.
         """
         intake = self._state.intake
         light_keys = self._light_keys if intake.has_tenants and self._light_keys.look(now) else None

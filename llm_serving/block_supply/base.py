@@ -18,8 +18,8 @@ class CachedPrefix:
     is_pending: bool
     """True if the sequence should wait, because steps in flight for other sequences compute more of its tokens.
 
-    It should wait only if it gains at least one full block, or all its known tokens except the last. If fewer tokens
-    sufficed, equal prompts that end at the end of a block would wait for each other.
+    It should wait only if it gains at least one full block, or all its known tokens except the last. Otherwise, each of
+    several equal prompts that end at the end of a block would wait for the prompt before, to gain a single token.
     """
 
 

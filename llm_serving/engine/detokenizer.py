@@ -135,7 +135,7 @@ class IncrementalDetokenizer:
         self._is_plain = not self._strip_spaces and not self._strip_first_token
         """True if no space must be stripped from further tokens. Their text can then be read from the token table."""
         self.num_tokens = 0
-        """Number of tokens processed, if there are stop strings. The tokens after a stop string are not counted."""
+        """Number of tokens up to the stop string, or of all tokens so far. Stays 0 if there are no stop strings."""
 
     @classmethod
     def for_request(

@@ -13,7 +13,7 @@ class LogitColumns(Sequence[TokenLogits]):
     """A sequence of ``TokenLogits`` that stores their values in arrays, and makes each object when it is read.
 
     A response may have a million log-probabilities. Each would be a Python object if a list kept them. Then every full
-    garbage collection visits these objects, and freeing them takes 40 ms. During both, no thread runs, and so the event
+    garbage collection visits these objects, and freeing them takes 40 ms. No other thread runs meanwhile, so the event
     loop is blocked. The garbage collector does not look into arrays, and one call frees an array.
     """
 

@@ -4,8 +4,8 @@ An *entry* describes the content of a block: its tokens and its *parent*. The pa
 in the sequence. The first block of a sequence has the salt as its parent. Entries have numbers, and no number is used
 twice. So if a block still has the same entry number, it still has the same content.
 
-A lookup by hash finds a candidate block, and then compares its tokens and its parent. The prefix cache looks up each
-block of a sequence from the first. So two different prefixes with the same hash are never confused.
+A lookup by hash finds a candidate block, and then compares its tokens and its parent. The prefix cache looks up the
+blocks of a sequence in order, beginning with the first. So two prefixes with the same hash are never confused.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class PrefixIndex:
         return block if block is not None and self.holds(block, content, parent) else None
 
     def find_tail(self, parent: Parent, wanted: bytes) -> tuple[int, int] | None:
-        """Finds the block after ``parent`` that has the most first tokens of ``wanted``, which are packed tokens.
+        """Finds the block after ``parent`` that begins with the most tokens of ``wanted``, a string of packed tokens.
 
         Returns the block and the number of matching tokens, or None if no block has a matching first token.
         """

@@ -155,8 +155,9 @@ class HandOverDesk:
             entry.lease = None
 
     def hand_over(self, entry: Entry, now: float) -> None:
-        """Gives a request with handed blocks, which is in no queue, to the least loaded decode replica. Replicas whose
-        pools have the blocks go first.
+        """Gives a request, which must be in no queue, to the least loaded decode replica whose pool has its blocks.
+
+        If no pool of a decode replica has them, gives it to the least loaded decode replica.
 
         If the blocks are not in the pool of this replica, a transfer begins, and the request follows after its end. If
         no replica is ready, the request goes back to the queue. If all copies are lost, the request is computed again.

@@ -1,8 +1,8 @@
 """Decides which prompts a prefill replica computes (``parallel_config.roles``).
 
 A prompt goes to a prefill replica if a hand-over pays (``handover.threshold``). Short prompts, samples of one prompt
-and beams go to the replicas that decode. While no decode replica is ready, prefill replicas also decode, and the
-reverse. So a request never waits for a replica with a certain role.
+and beams go to the replicas that decode. While no decode replica is ready, prefill replicas also decode. While no
+prefill replica is ready, decode replicas also compute long prompts. So no request waits for a certain role.
 """
 
 from __future__ import annotations

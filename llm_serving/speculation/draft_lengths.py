@@ -17,12 +17,12 @@ is only compared with the next sampled token; no step verifies it.
 TRIAL_INTERVAL = 1024
 """Minimum number of decode steps without drafts between trials."""
 TRIAL_SHARE = 0.01
-"""Maximum fraction of the time of steps without drafts that trials take. A trial begins with all tokens that the draft
-model has missed, so it may take as long as a hundred steps.
+"""Maximum time of trials, as a fraction of the time of steps without drafts. At the start of a trial, the draft model
+computes all tokens that it has missed. So a trial may take as long as a hundred steps.
 """
 MAX_TRIAL_INTERVAL = 16 * TRIAL_INTERVAL
-"""Number of decode steps without drafts after which a trial begins even if the last one took a larger share. One slow
-measurement, for example while the machine stalls, cannot delay trials for longer.
+"""Number of decode steps without drafts after which a trial begins even if the last trial exceeded ``TRIAL_SHARE``. One
+slow measurement, for example while the machine stalls, cannot delay trials for longer.
 """
 
 
@@ -80,10 +80,10 @@ class DraftLengths:
         return self._num_plain >= TRIAL_INTERVAL
 
     def wanted(self, step: ScheduledStep, num_running: int, chance: float) -> int:
-        """Returns the number of drafts for each sequence after a step.
+        """Returns the number of drafts that the draft model should make for each sequence after a step.
 
-        After a step with prompts, the draft model computes the prompts and at most one draft; ``num_running`` is then
-        the number of decoding sequences. ``chance`` is the expected fraction of right drafts.
+        ``chance`` is the expected fraction of right drafts. After a step with prompts, the draft model also computes
+        the prompts, and makes at most one draft. Only then is ``num_running``, the number of decoding sequences, used.
         """
         if step.kind is StepKind.MOVE:
             return 0

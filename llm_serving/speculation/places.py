@@ -1,8 +1,8 @@
 """Guesses a token at the places of a grammar that allow only a few tokens: the token that followed there before.
 
 Between the forced keys and the free values of JSON, a grammar allows colons, commas, quotation marks and white space in
-several forms. A model usually writes the same form each time. A place is identified by the set of allowed tokens, so it
-is found again behind another key and in another grammar.
+several forms. A model usually writes the same form each time. A place is identified by the set of allowed tokens, so
+the same place is found after another key and in another grammar.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class QueueOrder(Stateful):
         return self._classes[self._oldest.first()].queue.first()
 
     def first_of(self, tenants: Iterable[str], now: float) -> Sequence | None:
-        """Returns the next sequence of the light keys ``tenants`` in the class that is next.
+        """Returns the next sequence of the light keys ``tenants`` in the priority class that starts next.
 
         Returns None if none of these keys has a request in this class. A key is left out if its virtual token counter
         exceeds the least counter by more than ``LIGHT_CREDIT``.
