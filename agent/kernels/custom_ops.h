@@ -26,7 +26,7 @@ using CustomOp = int (*)(const Tensors& t);
 // (plugin/launches.h), also records the call.
 int launch(CustomOp custom_op, int outputs, const Tensors& tensors);
 
-// The index of each argument of the operators LmHead and ShardedLmHead, which take their arguments in different orders.
+// The index of each argument of LmHead or ShardedLmHead. The two operators take their arguments in different orders.
 struct LmHeadArguments {
   int hidden, residual, gamma, epsilon, weight, last_tokens, logits, best_ids, counts, done;
 };

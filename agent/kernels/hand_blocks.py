@@ -83,7 +83,8 @@ class BlockHandOvers:
 
 
 def block_checksum(block: Array, num_parts: int) -> bytes:
-    """Returns the checksum of a contiguous block of the pool with ``num_parts`` parts: 16 bytes."""
+    """Returns the checksum (16 bytes) of a contiguous block of the pool, which has ``num_parts`` parts of equal size.
+    """
     checksum = np.zeros(CHECKSUM_WORDS, np.uint64)
     load_library().llmk_block_checksum(block.ctypes.data, num_parts, block.nbytes // num_parts, checksum.ctypes.data)
     return checksum.tobytes()

@@ -203,9 +203,9 @@ def record_any_size(
     """Records two steps of different sizes. Returns one recording that can replay steps of any size up to ``largest``.
 
     ``runs`` maps the sizes of each step to a function that runs it, like ``run`` of ``record``. From the first step to
-    the second, tokens, sequences and blocks must grow by different factors. Tokens and sequences may grow by the same
-    factor if they are equal in every step. Each range of ``memory`` must begin at the same address for every size.
-    Before a replay, ``resize`` sets its size.
+    the second, the numbers of tokens, sequences and blocks must grow by different factors. Only tokens and sequences
+    may grow by the same factor, if every step has as many tokens as sequences. Each range of ``memory`` must begin at
+    the same address for every size. Before a replay, the caller must call ``resize`` with the sizes of the step.
 
     With ``fuses``, one function replaces several launches where plugin/fusion.h allows this. This function makes no
     test replay: the caller must compare the results of a replay with those of the graph. Raises RecordingError if the

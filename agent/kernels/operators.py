@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from agent.kernels.library import KernelError, load_library
 
 _NAME = re.compile(r"[A-Z][A-Za-z]{1,40}")
-"""The names of custom operators. The other entries of the library begin with a small letter."""
+"""Pattern of the names of custom operators. The names of all other entries of the library begin with a small letter."""
 
 
 @dataclass(frozen=True, slots=True)

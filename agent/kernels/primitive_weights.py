@@ -57,8 +57,8 @@ class PrimitiveWeight:
     float_products: bool = False
     """True if the integers multiply float activations (WeightQuantBatchMatmul)."""
     sum_offsets: Array | None = None
-    """int32 [out]: added to the integer sums of an int8 weight. Only if the primitive QuantV2 quantises the inputs;
-    None if DynamicQuantExt quantises them.
+    """int32 [out]: numbers that are added to the integer sums of an int8 weight, if the primitive QuantV2 quantises the
+    inputs. None if the primitive DynamicQuantExt quantises the inputs.
     """
 
 

@@ -51,8 +51,8 @@ class Checkpoint:
     def check(self, expected: Sequence[WeightPart], ignorable: Iterable[str] = ()) -> None:
         """Raises CheckpointError unless the folder has exactly the ``expected`` tensors with their shapes.
 
-        Tensors whose names end in a text of ``ignorable`` may exist and are not read. If a text in ``ignorable`` ends
-        with ".", it ignores tensors whose names begin with the text.
+        Tensors whose names end in a text of ``ignorable`` may exist and are not read. The same holds for tensors whose
+        names begin with a text of ``ignorable`` that ends with ".".
         """
         self._parts = {part.name: part for part in expected}
         with self._with_folder_in_errors():

@@ -90,7 +90,9 @@ class WeightSpec:
     parts: tuple[WeightPart, ...]
     kind: WeightKind = "plain"
     packed_only: bool = False
-    """True for a tied output layer: it is a parameter only if weights are packed. Otherwise the embedding is used."""
+    """True for an output layer that has the weight of the embedding (tied). It is a separate parameter only if weights
+    are packed. Otherwise it uses the embedding.
+    """
     bias: tuple[WeightPart, ...] = ()
     """The bias of a linear layer, one part for each of ``parts``. A packed weight includes the bias."""
     experts: int = 0

@@ -16,7 +16,8 @@ W4A16:                weight         int8 [out / 2, in], [out, in / 2] or [out, 
 In W8A8, the inputs x are quantised with scales and offsets from a calibration (static inputs):
 q = round(x / input_scale + input_offset). The output is (sum of q * weight + quant_bias) * deq_scale, where
 deq_scale = input_scale * weight_scale. ``quant_bias`` removes the contribution of ``input_offset`` from the sum. If
-msModelSlim wrote the folder, ``quant_bias`` also contains the layer's bias. If golden-stick wrote it, it does not.
+msModelSlim wrote the folder, ``quant_bias`` also contains the layer's bias. If golden-stick wrote it,
+``quant_bias`` does not contain the bias.
 
 Some of msModelSlim's methods against outliers give norms a bias: the inputs of the layers after a norm are x + bias. In
 W8A8, this bias becomes a part of the input offset, which is then input_offset + bias / input_scale.

@@ -73,7 +73,9 @@ def _split_specs(specs: Sequence[WeightSpec], part: ModelPart, *, equal_vocabula
 
 
 def _own_stage(spec: WeightSpec, part: ModelPart) -> WeightSpec | None:
-    """Renames a parameter for this pipeline stage, whose layers count from 0. Returns None if another stage has it."""
+    """Returns a parameter with its name in this pipeline stage, which counts its layers from 0. Returns None if the
+    parameter belongs to another stage.
+    """
     shard, layer = part.shard, _LAYER.fullmatch(spec.parameter)
     if layer is not None:
         number = int(layer[1])

@@ -16,8 +16,8 @@
 namespace llmk {
 
 #ifdef LLMK_HAVE_AVX512_AMX
-// Requests the permission to use the tile registers of AMX from Linux (arch_prctl(2)). Returns true if the process has
-// it. The permission is for the whole process and cannot be lost.
+// Asks Linux for the permission to use the tile registers of AMX (arch_prctl(2)). Returns true if the process has it.
+// The permission is for the whole process and cannot be lost.
 inline bool may_use_tiles() {
   constexpr unsigned kBFloat16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25, kWanted = kBFloat16 | kTile | kInt8;
   constexpr int kRequestPermission = 0x1023, kTileData = 18;

@@ -33,7 +33,8 @@ struct ExchangeArgs {
 // Opens the exchange. Each process calls it once, before the other functions. Returns 0 or an error code.
 int open_exchange(const ExchangeArgs& args);
 
-// The number of agents of the stage, and the index of this agent. Without an exchange, they are 1 and 0.
+// Returns the number of agents of the stage, or 1 if there is no exchange. The function exchange_index() returns the
+// index of this agent, or 0 if there is no exchange.
 int exchange_size();
 int exchange_index();
 

@@ -1,9 +1,10 @@
 // Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464): linear attention. Instead of all keys and values of a sequence,
 // it keeps one matrix of fixed size for each value head.
 //
-// For each token, `projected` has the channels of queries, keys and values, then the output gate z. Then come b of all
-// value heads, and a of all value heads, from which strength and decay are computed. A key head serves `value_heads /
-// key_heads` consecutive value heads. For each token t and value head:
+// For each token, `projected` has the channels of queries, keys and values, then the output gate z. Then come two
+// further numbers for each value head: b of all value heads, then a of all value heads. The number b gives the
+// strength, and the number a gives the decay. A key head serves `value_heads / key_heads` consecutive value heads. For
+// each token t and value head:
 //
 //   x         silu(sum over j of conv[channel][j] * input[t - taps + 1 + j]). Its channels are those of q, k and v.
 //   q, k      q / |q| / sqrt(key_dim) and k / |k|. |x| is sqrt(sum of squares + 1e-6).

@@ -40,7 +40,8 @@ struct HandBlocksArgs {
 // block is out of range, copies nothing, writes one line to standard error and returns an error code.
 int hand_blocks(const char* op, const HandBlocksArgs& args);
 
-// Writes the checksum of `parts` pieces of `part_bytes` bytes each, which follow each other at `data`.
+// Writes the checksum of a block to checksum [kChecksumWords]. The block has `parts` parts of `part_bytes` bytes each,
+// one after another at `data`.
 void block_checksum(const char* data, int64_t parts, int64_t part_bytes, uint64_t* checksum);
 
 }  // namespace llmk

@@ -256,8 +256,8 @@ static inline int64_t panels_bytes(const WeightShape& shape) { return shape.pane
 static inline int64_t bias_bytes(const WeightShape& shape) { return shape.panels * kPanelColumns * 4; }
 
 // Returns the number of floats that the inverse scales of static inputs occupy: the depth, rounded up to a multiple of
-// 16. The offsets of static inputs occupy as many. The function static_bytes() returns the size of all static inputs of
-// a blob.
+// 16. The offsets of static inputs occupy the same number of floats. The function static_bytes() returns the size of
+// all static inputs of a blob.
 static inline int64_t static_stride(int64_t depth) { return ceil_div(depth, 16) * 16; }
 static inline int64_t static_bytes(const WeightShape& shape, int64_t depth) {
   return 2 * static_stride(depth) * 4 + shape.panels * kPanelColumns * 4;

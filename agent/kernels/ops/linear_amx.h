@@ -158,8 +158,8 @@ struct TiledForm {
   static constexpr int64_t kChunkUnits = 12;  // 24 KB of weights; a unit is one tile of each vector
   static constexpr int64_t kBlockOfRows = 2 * kAmxRows;
 
-  // The activations of up to 32 rows: 16 rows for the upper tile, the others for the lower tile. `stride` is the
-  // distance between rows in bytes.
+  // The activations of up to 32 rows: rows 0 to 15 for the upper tile, rows 16 to 31 for the lower tile. `stride` is
+  // the distance between rows in bytes.
   struct Rows {
     const X *upper, *lower;
     int64_t stride;

@@ -338,8 +338,8 @@ static inline void convert_rows(LinearJob* job, int64_t stride) {
   job->x_stride = stride;
 }
 
-// Sets the activations of the job to float32 rows. Copies the rows if they have another type, or if the depth is not a
-// whole number of steps, in which case zeros follow.
+// Sets the activations of the job to float32 rows. If the rows have another type, or if the depth is not a whole number
+// of steps, copies the rows. The copied rows are padded with zeros.
 static void rows_as_floats(LinearJob* job) {
   const int64_t stride = ceil_div(job->header.depth, kLanes) * kLanes;
   job->x = job->args.x;

@@ -27,7 +27,7 @@ LLMK_INLINE __m256i broadcast_four(const int8_t* p) {
   return _mm256_set1_epi32(bits);
 }
 
-// Adds the products of unsigned and signed bytes, summed over the two bytes of each 16-bit lane.
+// Multiplies unsigned by signed bytes, and adds the two products of each 16-bit lane to this lane of `total`.
 //
 // Product and addition are one asm statement. Otherwise GCC 12 would compute all products of an unrolled loop first,
 // and they would not fit the registers.

@@ -180,7 +180,8 @@ int64_t packed_weight_bytes(WeightFormat format, int64_t columns, int64_t depth,
                             bool static_inputs) {
   if (problem_of_sizes(format, columns, depth, group) != nullptr) return 0;
   if (static_inputs && problem_of_static_inputs(format, group) != nullptr) return 0;
-  // Assumes the largest case: the weight has zero points, and is gated if a gated weight needs more panels.
+  // Returns the largest size that a weight with these arguments can need. So it is the size with zero points, of a
+  // plain or a gated weight, whichever needs more panels.
   const WeightShape plain = weight_shape(format, columns, depth, group, false, true);
   const WeightShape gated = weight_shape(format, columns, depth, group, true, true);
   const WeightShape& most = gated.panels > plain.panels ? gated : plain;

@@ -1,9 +1,9 @@
 // Multiplies integer weights by bfloat16 activations (linear_weight_only.h) on AMX tiles. The depth must consist of
 // whole tiles. The result of a row does not depend on other rows.
 //
-// The work is divided into steps, which are other steps than those of linear.h. A step multiplies 16 rows by one half
-// (32 columns) of an unpacked block of weights. Its sums are in tiles 0 and 1 for the first half, and in tiles 2 and 3
-// for the second half.
+// The work is divided into steps. (In linear.h, a step is something else: a few depths.) A step multiplies 16 rows by
+// one half (32 columns) of an unpacked block of weights. Its sums are in tiles 0 and 1 for the first half, and in tiles
+// 2 and 3 for the second half.
 //
 // Between the tile products of a step, vector registers do three other things:
 //   - They store the sums of the previous step.

@@ -36,7 +36,8 @@ LLMK_INLINE Vec numbers_at(NibbleWeights<false>, Ints step, Ints) {
 template <class Weights>
 class SingleRow {
  public:
-  // Multiplies the only row of `job` by all weights. The caller must check TiledWeightOnly::fits().
+  // Multiplies the only row of `job` by all weights. The caller must have checked that TiledWeightOnly::fits() returns
+  // true.
   static void run(const LinearJob& job) {
     const int64_t depth = job.header.depth;
     const bfloat_t* from = static_cast<const bfloat_t*>(job.x);

@@ -77,7 +77,7 @@ static inline void fetch_adapters(const LoraRows& lora, int64_t panel, int64_t r
   }
 }
 
-// Up to kExpandRows rows with the same adapter, whose products with B are computed together. Each part of B is then
+// Maximum number of rows with the same adapter whose products with B are computed together. Each part of B is then
 // loaded and converted only once for these rows.
 constexpr int kExpandRows = 6;
 

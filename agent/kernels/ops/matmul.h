@@ -45,8 +45,8 @@ template <int C, class T, class P>
 static inline void pack_columns(const MatMulArgs& args, const DepthPiece& piece, int64_t column, P* out) {
   constexpr int kStep = Dot<T, P>::kStep;
   const T* w = static_cast<const T*>(args.w) + column * args.depth;
-  // Prefetches the weights that the kernel packs next. They are in the same columns at the next depths. After the last
-  // piece of the depth, they are the next C columns.
+  // Prefetches the weights that the kernel packs next. These are the next depths of the same columns or, after the last
+  // piece of the depth, the next C columns.
   const int64_t ahead = piece.last ? C * args.depth - piece.begin : kPackSteps * kStep;
   for (int64_t k = piece.begin; k < piece.end; k += kStep) {
     for (int c = 0; c < C; ++c, out += kStep) {

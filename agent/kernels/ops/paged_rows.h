@@ -109,7 +109,7 @@ struct BlockMemory {
 };
 
 // Distance between two rows of scores. It is an odd number of cache lines. If it were a power of two, all rows would
-// use the same few sets of the caches. kWeightStride is the same for weights.
+// use the same few sets of the caches. The constant kWeightStride is the distance between two rows of weights.
 constexpr int64_t kScoreStride = kPartition + kLanes;
 template <class F>
 constexpr int64_t kWeightStride = F::kRowWords * kPartition / F::kPerUnit + kLanes;

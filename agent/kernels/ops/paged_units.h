@@ -3,7 +3,8 @@
 // accumulator.
 //
 //  FloatForm     float32 FMA. Keys and values of bfloat16, float16 and int8 caches are converted when they are packed.
-//  WidenedForm   FloatForm with the same bits, for few rows on AVX2. Converts the units of the cache in registers.
+//  WidenedForm   Gives the same bits as FloatForm. Converts the units of the cache in registers, because this is faster
+//                for few rows on AVX2.
 //  BFloat16Form  VDPBF16PS for both products; queries and weights are rounded to bfloat16.
 //  Int8Form      VPDPBUSD for both products. The integer sums are exact, so the order of additions does not matter.
 //                Queries have 15 bits and one scale per row. Softmax weights have 16 bits and one scale per row and

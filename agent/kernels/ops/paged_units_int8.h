@@ -30,7 +30,8 @@ struct Int8ScoreProduct {
     return add(shift_left<kShift>(total), broadcast_int(offset));
   }
   static LLMK_MEMBER Acc join(Acc high, Acc low) { return add(high, low); }
-  // Loads integer sums that keep() has stored. They use the memory of the final float values.
+  // Loads integer sums that keep() has stored. Until a sum is complete, the memory for its float value holds the
+  // integer.
   static LLMK_MEMBER Acc restore(const float* sums) { return load_ints(sums); }
   static LLMK_MEMBER void keep(Acc total, float* sums) { store_ints(sums, total); }
   static LLMK_MEMBER Vec result(Acc total) { return to_floats(total); }

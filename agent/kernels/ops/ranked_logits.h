@@ -21,7 +21,7 @@ struct Candidate {
 // enough tokens. This usually takes one or two passes. Then sorts these tokens.
 void best_tokens(const float* row, int64_t size, float top, int64_t count, ScratchVector<Candidate>* best);
 
-// A prefix of the ranking: the number of its tokens and their mass.
+// A prefix of the ranking: the number of its tokens, and their mass, which is the sum of their weights.
 struct Prefix {
   int64_t count;
   double mass;

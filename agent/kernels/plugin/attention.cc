@@ -230,10 +230,12 @@ int plugin_paged_attention(const Call& call) {
 }
 
 // Runs FusedInferAttentionScore with a block table: query [tokens, 1, heads * dim], caches
-// [blocks, block_size, kv_heads * dim], block_table int32 [tokens, width], actual_seq_lengths_kv [tokens]. Each row of
-// the table has one query, which sees the keys before its length. attn_mask bool [tokens, positions] is true for hidden
-// keys. It must have width * block_size positions or more. The visible keys of a query must be consecutive and end at
-// its length.
+// [blocks, block_size, kv_heads * dim], block_table int32 [tokens, width], actual_seq_lengths_kv [tokens].
+//
+// Each row of the table has one query. The query sees the keys at positions below its element of actual_seq_lengths_kv,
+// except those that attn_mask hides. The mask is bool [tokens, positions], true for a hidden key, and has at least
+// width * block_size positions. The visible keys of a query must be consecutive, and the last one must be at the
+// position before the query's length.
 //
 // The second result is softmax_lse, float32 [tokens, heads, 1, 1]: the logarithm of the sum of exp(score) over the
 // visible keys.

@@ -68,8 +68,8 @@ struct Value {
   int first;   // number of the first launch that needs the buffer
   int last;    // number of the last launch that reads the value
   int buffer;  // index of the buffer, which other values share at other times; -1: the launch is skipped
-  // The memory of the caller that has the same elements now: the input of a Reshape. Null: there is none, or a launch
-  // may have written to this memory or to the value since.
+  // If the value is the result of a Reshape of the caller's memory: this memory. Null for all other values, and after a
+  // launch that may write to this memory or to the value.
   char* source;
 };
 

@@ -11,7 +11,7 @@ namespace llmk {
 // order, leaves `positions` empty. Otherwise computes the rows from `position_ids`, whose meaning depends on
 // cos_format:
 //
-//  0 and 1: positions, one per token. For a query [batch, length, width], one list for all batches is enough.
+//   0 and 1: positions, one per token. For a query [batch, length, width], one list for all batches is enough.
 //   2 and 3: lengths of sequences that start at position 0 (MindFormers' prefill).
 //
 // Formats 0 and 2 rotate halves, formats 1 and 3 interleaved pairs.

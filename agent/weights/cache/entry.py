@@ -106,7 +106,7 @@ class EntryWriter:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A piece of an array that has a checksum: its bytes, their position in the file, and the checksum."""
+    """A piece of an array with a checksum of its own: the bytes, their position in the file, and the checksum."""
 
     data: Array
     position: int
@@ -119,9 +119,9 @@ class _Chunk:
 def read_entry(path: Path, fingerprint: str, threads: int) -> dict[str, Array]:
     """Maps or reads the arrays of the file ``path``, and compares the checksums of all bytes.
 
-    If the caller writes to the arrays, the file does not change. Raises EntryError if the file is damaged, or
-    if it was made from another checkpoint or with other settings (``fingerprint``). Raises FileNotFoundError if there
-    is no file, and OSError if the file cannot be read.
+    The caller may write to the arrays: this does not change the file. Raises EntryError if the file is damaged, or if
+    it was made from another checkpoint or with other settings (``fingerprint``). Raises FileNotFoundError if there is
+    no file, and OSError if the file cannot be read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:

@@ -72,9 +72,9 @@ def _source(config: Config) -> list[object]:
 
 @cache
 def arithmetic_digest() -> str:
-    """Returns a digest of the program, as far as it decides the bits of keys and values.
+    """Returns a digest of those parts of the program that decide the bits of computed keys and values.
 
-    This is the code of kernels and operators, the instruction set of the kernels, and the version of MindSpore.
+    These parts are the code of kernels and operators, the instruction set of the kernels, and the version of MindSpore.
     """
     try:
         mindspore = version("mindspore")
