@@ -205,7 +205,8 @@ class Layer {
   Between own_{};  // this agent's term of a sum over agents; float32, because only the sum is rounded
 };
 
-// Runs all layers. If `first`, `hidden` is the residual stream itself, and `residual` is not read.
+// Runs all layers. If `first`, these are the first layers of the model: the argument `hidden` is then the residual
+// stream itself, and `residual` is not read.
 //
 // If `sharded`, each agent of a stage has some of the heads and columns. Then the results of attention and MLP are
 // added over the agents. This operator also runs these additions, because separate operators for them would take longer

@@ -1,4 +1,4 @@
-"""Calls a custom operator of the library by its name, as MindSpore calls it."""
+"""Calls a custom operator of the kernel library by its name, in the same way as MindSpore."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ Blob = npt.NDArray[np.uint8]
 
 _SOURCE_DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 GATES = {"silu": 1, "gelu_tanh": 2, "clamped_silu": 3}
-"""The activations of gated weights, with the numbers that llmk::Gate in ops/gated.h has for them."""
+"""The activations of gated weights. Maps the name of each activation to its number in llmk::Gate (ops/gated.h)."""
 _HUGE_PAGE = 2 << 20
 _PackSource = structure(
     "PackSource",

@@ -16,7 +16,9 @@ from llm_serving.model.parallel import Span
 
 
 def stored_parts(parts: Iterable[WeightPart]) -> list[WeightPart]:
-    """Returns the checkpoint's tensors that contain the tensors ``parts``. Returns each of them only once."""
+    """Returns the tensors of the checkpoint that must be read for ``parts``, each only once. For a part that is some
+    rows of a larger tensor, this is the larger tensor.
+    """
     found = {}
     for part in parts:
         rows = part.rows_of

@@ -185,8 +185,8 @@ def _from_heads(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -
 def _delta(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
     """Restricts a parameter of linear attention to the rows of the agent's key heads and their value heads.
 
-    In each part of the parameter, every key head has the same number of rows: its own, or those of its value heads. So
-    each part is cut at multiples of this number.
+    Each part of the parameter has the same number of rows for every key head. These rows belong to the key head itself
+    or to its value heads. So each part is cut at multiples of this number.
     """
     delta, heads = part.whole.delta, part.shard.delta_heads
     assert delta is not None, "only linear attention has this parameter"

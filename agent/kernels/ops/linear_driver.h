@@ -359,7 +359,8 @@ static void rows_as_bfloats(LinearJob* job) {
 }
 #endif
 
-// Sets the activations of the job to int8 rows: those of the caller, or rows that are quantised here.
+// Sets the activations of the job to int8 rows. These are the rows that the caller has quantised. If there are none,
+// this function quantises the rows.
 static void rows_as_bytes(LinearJob* job) {
   const LinearArgs& args = job->args;
   if (args.quantized != nullptr) {

@@ -85,7 +85,7 @@ LLMK_INLINE Vec scaled(const float* sum, Vec row_scale, Ints excess, const float
   return load(sum);
 }
 
-// Half of a panel: the scales of its columns and their places in the output.
+// Half of a panel: the scales of its columns, and the output columns to which they belong.
 struct HalfPanel {
   const float* scales;  // scales of the columns; used only without groups
   const float* bias;    // or null
@@ -108,8 +108,8 @@ struct HalfPanel {
   }
 };
 
-// Applies the epilogue to rows of half a panel. The sums of successive rows are 64 floats apart. The template arguments
-// are the same for all rows of a product.
+// Applies the epilogue to rows of half a panel. The sums of successive rows are 64 floats apart. The function
+// choose_finish() below chooses the template arguments.
 template <Scaling kScaling, bool kGated, bool kBest, class T>
 struct Finish {
   static constexpr int kStores = kGated ? 1 : 2;

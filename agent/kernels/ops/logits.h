@@ -5,7 +5,7 @@
 
 namespace llmk {
 
-// The functions of one instruction set. Each passes once over a row of `size` logits.
+// The sampler's functions for one instruction set. Each function reads a row of `size` logits once.
 struct LogitsPasses {
   // returns the largest logit; NaN counts as smaller than any number
   float (*largest)(const float* row, int64_t size);

@@ -59,7 +59,8 @@ struct Launch {
   }
 };
 
-// An output of a launch. Its value is lost when a later launch writes to the same memory of MindSpore.
+// An output of a launch. In the recorded run, the output exists until a later launch writes to the same memory of
+// MindSpore.
 struct Value {
   const char* start;  // the output's memory in the recorded run by MindSpore; a replay uses its own buffers
   const char* end;
