@@ -199,7 +199,8 @@ class ExchangeBridge:
     def _connect(self, number: int) -> socket.socket | None:
         """Returns a connection to another node. Tries again until that node has created its exchange for the group.
 
-        Returns None if this object was closed meanwhile, or the node refuses, or it was not reached for too long.
+        Reports a problem and returns None if the node's exchange has another layout, or if the node cannot be reached
+        for ``unreached_limit_s``. Also returns None if this object is closed meanwhile.
         """
         reached, is_noted = time.monotonic(), False
         while not self._is_closed:

@@ -1,7 +1,8 @@
 """The hand-over pools of a node's agents, and the transfers of their blocks to other nodes and from other nodes.
 
-Only replicas with the role ``prefill`` or ``decode`` have these pools. A node receives blocks from other nodes on the
-port of its link, in connections of their own. Each connection has a thread, so no step waits for a transfer.
+Only replicas with the role ``prefill`` or ``decode`` have these pools. Nodes send blocks
+to each other through separate connections, to the port at which a node also accepts its link. Each connection has a
+thread, so no step waits for a transfer.
 """
 
 from __future__ import annotations

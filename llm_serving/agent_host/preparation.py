@@ -40,9 +40,9 @@ class RunMemory:
 
     @classmethod
     def create(cls, config: Config, key: ClusterKey, ranks: range, host: str, on_cancel: OnCancel) -> RunMemory:
-        """Reserves all pages for the agents ``ranks``. ``host`` is the address at which other nodes reach this one.
+        """Reserves shared memory for the agents ``ranks``. ``host`` is the address at which other nodes reach this one.
 
-        ``on_cancel`` receives a function that ends the start of the hand-over transport, which may take long.
+        The start of the hand-over transport may take long. ``on_cancel`` is called with a function that stops it.
         Raises AgentStartError if /dev/shm is too small, and ConfigError if this machine lacks what the config needs.
         """
         try:

@@ -88,11 +88,11 @@ class HandOvers(BlockMover):
         return changes
 
     def grant(self, request_id: str, blocks: list[int]) -> Sequence | None:
-        """Receives the router's reply to the change WANTED of a sequence: blocks of the hand-over pool.
+        """Receives the router's reply to the report ``Change.WANTED`` of a sequence: blocks of the hand-over pool.
 
-        An empty list refuses the hand-over. The sequence then stays here and is computed again. Only in this case, the
-        method returns the sequence, and the caller must pass it to ``Preemption.settle``. If the sequence no longer
-        waits for blocks, the method gives them back with the change DROPPED.
+        If ``blocks`` is empty, the router refuses the hand-over. The sequence then stays on this replica and is
+        computed again. The method returns it, and the caller must pass it to ``Preemption.settle``. In all other cases,
+        returns None. If the sequence no longer waits for blocks, reports them to the router with ``Change.DROPPED``.
         """
         sequence = next((one for one in self._asking if one.request.request_id == request_id), None)
         if sequence is None:
@@ -237,9 +237,10 @@ class HandOvers(BlockMover):
         return self._send(moves, [sequence], StepReason.HAND_IN)
 
     def _next_arrival(self) -> Sequence | None:
-        """Gives a batch row and blocks to the oldest swapped sequence if it comes from another replica. Returns it.
+        """Returns the oldest swapped sequence, after giving it a batch row and blocks on the device.
 
-        Returns None if it does not come from another replica, or if no batch row or too few blocks are free.
+        Returns None if this sequence does not come from another replica, or must stay swapped for now, for example
+        because too few blocks are free.
         """
         state = self._state
         if not state.swapped or state.swapped[0].hand_over is not HandOverState.ARRIVING:

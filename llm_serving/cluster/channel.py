@@ -84,7 +84,7 @@ class SecureChannel:
     def receive_available(self) -> list[bytes] | None:
         """Returns the complete frames that have arrived. Returns None if the peer has closed the connection.
 
-        If more data than one call reads has arrived, a selector reports the socket as readable again.
+        A call does not always read all data that has arrived. A selector then reports the socket as readable again.
 
         Raises OSError if the connection is broken, and ProtocolError for a frame above the limit.
         """

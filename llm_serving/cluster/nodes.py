@@ -141,7 +141,7 @@ class NodePool:
             log.event(name, level=level, **fields)
 
     def add(self, text: str, name: str | None = None) -> Node:
-        """Adds the node at the address ``text``, and lets a thread connect to it. A drained node is used again.
+        """Adds the node at the address ``text``, and starts a thread that connects to it. A drained node is used again.
 
         The node's name is ``name``, or the address if ``name`` is None. Raises ConfigError for a wrong address. Raises
         NodeError if there are too many nodes, or if a node with this name has another address.

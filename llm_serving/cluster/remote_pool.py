@@ -193,7 +193,7 @@ class RemotePool:
         """Sends a request and returns the reply, which has ``num_bytes`` bytes.
 
         A broken connection is replaced, and the request is repeated. Returns None after ``RETRY_S`` seconds without
-        success, or if this object is closed. If ``expected`` is given, another reply breaks the connection.
+        success, or if this object is closed. If ``expected`` is given, any other reply counts as a broken connection.
         """
         until: float | None = None
         while not self._closed.is_set() and time.monotonic() >= self._resume_at:

@@ -387,11 +387,11 @@ class AgentExecutor:
         return min(others if own is None else [own, *others], default=None)
 
     def _own_deadline(self, group: Group) -> tuple[tuple[float, str] | None, float | None]:
-        """Returns two values: the deadline of the agents' start or of the steps in flight, and the time of the last
-        result.
+        """Returns two values: a deadline with its kind, and the time of the last result.
 
-        The deadline is None if no step is in flight. The time of the last result is None if no result is expected. This
-        holds during the start, without steps in flight, and after an agent has failed a step.
+        While the agents start, this is the deadline of the start. Later, it is the deadline of the running step, or of
+        the missing replies if an agent has failed a step. Without a step in flight, it is None. The time of the last
+        result is None except while a step runs that no agent has failed.
         """
         settings, steps = self._config.serving_config, self._steps
         if not self._has_said_ready:

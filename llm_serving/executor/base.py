@@ -127,8 +127,8 @@ class Executor(Protocol):
     def profile(self, folder: str | None) -> bool:
         """Starts a profile of every agent with files in ``folder``. If ``folder`` is None, stops the profile.
 
-        ``poll`` reports ``AgentProfiled`` when all agents have replied to the newest call, or ``AgentLost``. If the
-        agents are not ready, returns False, and no event follows.
+        ``poll`` reports ``AgentProfiled`` when all agents have replied to the newest call. If the agents are lost
+        earlier, it reports ``AgentLost`` instead. Returns False if the agents are not ready. No event follows then.
         """
 
     def load_adapter(self, slot: int, memory: AdapterMemory) -> int | None:

@@ -88,8 +88,9 @@ class Group(Protocol):
         """Updates ``is_ready``. Call it after messages of a group that is not ready yet."""
 
     def send(self, message: ServerMessage) -> None:
-        """Sends a message to every agent. If a connection is broken, raises no error: the function of one of the
-        ``sources`` later raises it.
+        """Sends a message to every agent.
+
+        A broken connection causes no error here. The function of this connection in ``sources`` raises it later.
 
         If the message names a step slot, the step's inputs or masks must already be in this slot.
         """

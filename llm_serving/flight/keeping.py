@@ -20,8 +20,8 @@ def keep_recording(folder: Path, reason: str) -> Path | None:
     """Creates a subfolder of ``folder`` with hard links to the segments of the recording. Returns the subfolder.
 
     Returns None if there is no segment, or if the file system refuses the links. The recorder's present segment
-    continues to grow in both folders. ``reason`` becomes a part of the subfolder's name. The oldest of more than
-    ``MAX_KEPT`` subfolders are deleted.
+    continues to grow in both folders. ``reason`` becomes a part of the subfolder's name. If there are more than
+    ``MAX_KEPT`` subfolders, the oldest ones are deleted.
     """
     try:
         segments = sorted(folder.glob(f"*{SUFFIX}"))

@@ -63,7 +63,7 @@ def find_timeline(folder: Path, request_id: str) -> dict[str, Any] | None:
 
 
 def _lanes(folder: Path, request_id: str) -> Iterator[tuple[Timeline, Lane]]:
-    """Yields each timeline that has the request, with the request's lane.
+    """Yields each timeline that has the request, with its part about the request (``Lane``).
 
     Decodes only the segments whose bytes contain the id. The header of each segment names all requests that the
     scheduler had at its start, so no segment of the request is missed.

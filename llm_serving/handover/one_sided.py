@@ -50,8 +50,8 @@ class BlockReader(Protocol):
     def read(self, place: bytes, pairs: Pairs) -> None:
         """Copies blocks from the pools at ``place``. A pair is (block there, own block).
 
-        Raises TransferError if a block did not arrive. In each case, the library writes nothing after the end of this
-        method. Several threads may call it.
+        Raises TransferError if a block did not arrive. When this method has returned or raised an error, the library no
+        longer writes into the pools. Several threads may call this method at the same time.
         """
 
     def close(self) -> None:

@@ -177,11 +177,11 @@ class _Transfer:
 
 
 class TcpTransport:
-    """Sends blocks of ``pools`` to a ``PoolReceiver`` with the same ``secret`` and as many pools.
+    """Sends blocks of ``pools`` to a ``PoolReceiver`` with the same ``secret`` and the same number of pools.
 
-    A transfer sends the same blocks of every pool. A transfer starts the thread of this object, which calls
-    ``connect``. The returned socket may be a TLS socket. This object owns it. After ``IDLE_S`` seconds without a
-    transfer, the thread closes the socket and ends. So an unused receiver costs no thread and no connection.
+    A transfer sends the blocks with the same numbers from every pool. If no thread runs, a transfer starts one, which
+    calls ``connect``. ``connect`` returns a socket, with or without TLS, which this object then owns. After ``IDLE_S``
+    seconds without a transfer, the thread closes the socket and ends. So an unused receiver costs no resources.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ def need_of(config: Config, machine: Machine) -> dict[str, int]:
     """Returns the bytes that a model needs in each pool, from its memory plan. The memory of the server process is not
     included.
 
-    Agents on other machines need no memory of this machine. There, each node checks the plan against its own memory.
+    Agents on other machines need no memory of this machine. Each of these machines checks the plan itself.
     """
     plan = estimate_memory(config, machine)
     if config.parallel_config.is_remote:

@@ -59,7 +59,7 @@ class VersionStarter(Generic[V]):
     ) -> RunningVersion[V]:
         """Starts version ``number`` of a model, and returns the version when its agents are ready.
 
-        ``tokenizer``: the model's tokenizer, if it is in memory. ``adapters``: the LoRA adapters of the version before,
+        ``tokenizer``: the model's tokenizer, if it is in memory. ``adapters``: the LoRA adapters of the old version,
         which the new version must also have. Raises LLMServingError or OSError if the version does not start. All its
         processes have then ended.
         """

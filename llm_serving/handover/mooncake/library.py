@@ -47,12 +47,11 @@ def problem_with(protocol: str) -> str | None:
 
 
 def environment(protocol: str, host: str) -> dict[str, str]:
-    """Returns the environment of the process whose engine other nodes find at ``host``.
+    """Returns the environment variables for the process with Mooncake's engine. Other nodes reach it at ``host``.
 
-    The node's other variables of Mooncake stay valid.
-
-    ``TransferEngine.initialize`` has an argument for the protocol, but it does not choose the protocol. Mooncake takes
-    RDMA if the machine has an RDMA device, and TCP otherwise, without an error.
+    The variables choose the protocol. The protocol argument of ``TransferEngine.initialize`` would not: without the
+    variables, Mooncake uses RDMA if the machine has an RDMA device, and TCP otherwise. All other variables of the node
+    are passed on.
     """
     others = {name: value for name, value in os.environ.items() if name not in _FORCED.values()}
     forced = {_FORCED[protocol]: "1"} if protocol in _FORCED else {}

@@ -50,8 +50,8 @@ class Started(msgspec.Struct, frozen=True):
 class Read(msgspec.Struct, frozen=True):
     """Node to process: read blocks of the pools at ``place``. A ``Read`` without pairs only asks for a reply.
 
-    The packet also has a descriptor of a socket. The reply is one packet in that socket, with an error text. The
-    text is ``DONE`` if all blocks have been read.
+    The packet also carries the descriptor of a socket. The process sends its reply, one packet, through this socket:
+    ``DONE`` if all blocks have been read, otherwise an error text.
     """
 
     place: bytes
