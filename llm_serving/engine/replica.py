@@ -219,6 +219,9 @@ class Replica:
                 )
                 failed = StepResult(step.seq, error=f"the step could not be sent: {error}")
                 outputs += self.take_result(failed, now)
+            else:
+                if self._speculator is not None and self._speculator.holds(step):
+                    break  # a step that is sent now could not verify the drafts
         return outputs
 
     def _next_wakeup(self, now: float) -> float | None:

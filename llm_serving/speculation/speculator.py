@@ -7,6 +7,7 @@ input, and a flight recording contains the number of drafts.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,8 +22,9 @@ from llm_serving.speculation.costs import MODEL, OF_GRAMMAR, REPEATED, SEEN, Cha
 from llm_serving.speculation.draft_lengths import DraftLengths
 from llm_serving.speculation.gains import Gains
 from llm_serving.speculation.look_ahead import Mask, is_allowed
+from llm_serving.speculation.model_track import ModelTrack, StepUse
 from llm_serving.speculation.places import Places
-from llm_serving.speculation.suffix_index import SuffixIndex
+from llm_serving.speculation.suffix_index import MAX_MATCH, SuffixIndex
 
 MIN_GAIN = 1.05
 """Drafts are offered if they give at least this multiple of the tokens per second of steps without drafts."""
@@ -54,8 +56,9 @@ class _Track:
     builder: DraftBuilder | None = None
     """Extends ``draft`` if the request has a constraint. None after the drafts were offered."""
     budget: BuildBudget = field(default_factory=BuildBudget)
-    from_model: list[int] = field(default_factory=list)
-    """The drafts that the draft model made with the last result."""
+    model: ModelTrack = field(default_factory=ModelTrack)
+    follows_text: bool = False
+    """True if the last draft that was offered came from earlier tokens. The next draft is expected to do so, too."""
 
     @property
     def end_token_ids(self) -> frozenset[int]:
@@ -131,12 +134,24 @@ class Speculator:
         """Returns the number of drafts that the draft model should make for each sequence after ``step``, which is sent
         next.
         """
-        if self._lengths is None:
+        lengths, common = self._lengths, self._chances.of(MODEL)
+        if lengths is None or step.kind is StepKind.MOVE:
             return 0
-        tracks = [track for request in step.requests if (track := self._tracks.get(request)) is not None]
-        common = self._chances.of(MODEL)
-        chance = sum(track.chance.mixed_with(common) for track in tracks) / len(tracks) if tracks else common
-        return self._lengths.wanted(step, len(self._tracks), chance)
+        if step.kind is not StepKind.DECODE:
+            return lengths.after_prompts(max(1, len(self._tracks)), common, step.num_tokens)
+        tracks = [track for each in dict.fromkeys(step.requests) if (track := self._tracks.get(each)) is not None]
+        users = [track.model for track in tracks if not (track.follows_text or track.model.is_behind)]
+        chance = sum(user.chance.mixed_with(common) for user in users) / len(users) if users else common
+        num_missed = sum(
+            track.request.num_tokens - track.model.num_computed for track in tracks if not track.model.is_behind
+        )
+        return lengths.after_decode(step.num_seqs - step.num_drafts, len(users), chance, num_missed)
+
+    def holds(self, step: ScheduledStep) -> bool:
+        """Returns True if no step should be sent before the result of ``step``, because the draft model makes drafts
+        which the next step verifies.
+        """
+        return self._lengths is not None and self._lengths.holds(step)
 
     def clear(self) -> None:
         """Forgets all offers and all requests, because the agents were lost."""
@@ -159,19 +174,38 @@ class Speculator:
             num_sequences = step.num_seqs - step.num_drafts
             token_s = (self._costs.seconds(num_sequences) or device_s) / num_sequences
             self._num_drafted = self._num_drafted + 1 if step.num_drafts else 0
-            if self._lengths is not None:
-                self._lengths.note(step, result)
         last = {update.request: update.index for update in updates if update.token_id is not None}
+        if self._lengths is not None and result.error is None:
+            self._lengths.note(step, result, self._use_of(step, last))
         tracks = [track for request in last if (track := self._advance(request, token_s)) is not None]
         if self._lengths is not None:
             for track in tracks:
-                track.from_model = [] if result.drafts is None else result.drafts[last[track.request]]
+                drafts = None if result.drafts is None else result.drafts[last[track.request]]
+                track.model.take(drafts, track.request.num_tokens)
         if tracks and self._may_gain(len(tracks)):
             for track in tracks:
                 self._start_draft(track)
             self._offer(tracks)
             for track in tracks:
                 track.builder = None  # frees the copy of the constraint
+
+    def _use_of(self, step: ScheduledStep, requests: Iterable[Request]) -> StepUse:
+        """Returns how a step used the draft model. ``requests`` are those that got tokens, which no track has yet."""
+        use = StepUse()
+        entries = Counter(step.requests) if step.num_drafts else Counter[Request]()
+        for request in requests:
+            track = self._tracks.get(request)
+            model = ModelTrack() if track is None else track.model
+            if not model.is_behind:
+                use.num_missed += request.num_tokens - model.num_computed
+            if track is None or entries[request] < 2:
+                continue
+            is_models = [match == MODEL for match in track.draft.matches[: entries[request] - 1]]
+            if any(is_models):
+                num_right = len(request.output_token_ids) - track.num_known - 1
+                use.num_gained += sum(is_models[:num_right]) - model.displaced
+                use.num_verified += sum(is_models)
+        return use
 
     def _advance(self, request: Request, token_s: float) -> _Track | None:
         """Updates the track of a request with its new tokens, and returns the track. Returns None if the request needs
@@ -214,19 +248,29 @@ class Speculator:
         return places
 
     def _compare(self, track: _Track, token_ids: list[int]) -> None:
-        """Compares a draft with the tokens that were sampled, up to the first difference."""
+        """Compares drafts with the tokens that were sampled, up to the first difference."""
         draft, track.draft = track.draft, _NO_DRAFT
+        if MODEL not in draft.matches[:1]:
+            for guess, token_id in zip(track.model.token_ids, token_ids, strict=False):
+                self._note_chance(track, MODEL, guess == token_id)
+                if guess != token_id:
+                    break
         for number, token_id in enumerate(token_ids):
             if number < len(draft.places):
                 track.note_place(draft.places[number], token_id)
             if number == len(draft.token_ids):
                 break
             match, is_right = draft.matches[number], draft.token_ids[number] == token_id
-            self._chances.note(match, is_right)
-            if match not in OF_GRAMMAR:
-                track.chance.note(is_right)
+            self._note_chance(track, match, is_right)
             if not is_right:
                 break
+
+    def _note_chance(self, track: _Track, match: int, is_right: bool) -> None:
+        self._chances.note(match, is_right)
+        if match == MODEL:
+            track.model.chance.note(is_right)
+        elif match not in OF_GRAMMAR:
+            track.chance.note(is_right)
 
     def _start_draft(self, track: _Track) -> None:
         """Makes the draft of a request. If the request has a constraint, the draft has only one token at first."""
@@ -259,15 +303,19 @@ class Speculator:
         """Returns the draft of a request without a constraint: that of the draft model, or one from an earlier match in
         its tokens.
 
-        If both exist, chooses the draft with the most expected right tokens. During a trial of the draft model, or with
-        ``always``, uses only the draft model.
+        If both exist, chooses the draft with the most expected right tokens. With ``always``, uses only the draft
+        model, if there is one.
         """
-        drafts = [Draft(track.from_model, [MODEL] * len(track.from_model))] if track.from_model else []
-        lengths = self._lengths
-        is_models = lengths is not None and (self._always or (lengths.is_trial and bool(drafts)))
-        if not is_models and (found := track.index.propose(self._max_drafts)) is not None:
+        model, lengths, drafts = track.model, self._lengths, list[Draft]()
+        if (lengths is None or not self._always) and (found := track.index.propose(self._max_drafts)) is not None:
             drafts.append(Draft(found.token_ids, [found.length] * len(found.token_ids)))
-        return max(drafts, key=self._expected, default=_NO_DRAFT)
+        model.displaced = 0.0
+        if lengths is not None and model.token_ids and not lengths.is_trial:
+            made = Draft(model.token_ids, [MODEL] * len(model.token_ids))
+            displaced = max(map(self._expected, drafts), default=0.0)
+            if self._expected(made) >= displaced:
+                model.displaced, drafts = displaced, [made]
+        return drafts[0] if drafts else _NO_DRAFT
 
     def _expected(self, draft: Draft) -> float:
         """Returns the expected number of right drafts in ``draft``, computed from the match lengths of its tokens."""
@@ -282,15 +330,15 @@ class Speculator:
 
         The token comes from the draft model, from the place in the grammar, or from an earlier match in the request's
         tokens. The result also has the element of ``Draft.matches`` for the token. ``drafted`` is the draft so far.
-        During a trial of the draft model, or with ``always``, the token of the draft model is preferred.
+        With ``always``, the token of the draft model is preferred. During a trial of the draft model, its tokens are
+        not used.
         """
-        count, lengths = len(drafted), self._lengths
-        if count < len(track.from_model) and track.from_model[:count] == drafted:
-            guesses = [(track.from_model[count], MODEL)]
-            if is_allowed(mask, guesses[0][0]) and (self._always or (lengths is not None and lengths.is_trial)):
+        count, lengths, made = len(drafted), self._lengths, track.model.token_ids
+        guesses = list[tuple[int, int]]()
+        if lengths is not None and not lengths.is_trial and count < len(made) and made[:count] == drafted:
+            guesses = [(made[count], MODEL)]
+            if self._always and is_allowed(mask, made[count]):
                 return guesses[0]
-        else:
-            guesses = []
         guesses += track.guess_at(place)
         if (found := track.index.propose(1, drafted)) is not None:
             guesses.append((found.token_ids[0], found.length))
@@ -318,6 +366,7 @@ class Speculator:
         sizes = self._sizes(tracks)
         for track, size in zip(tracks, sizes, strict=True):
             draft = track.draft.first(size)
+            track.follows_text = bool(draft.token_ids) and draft.matches[0] <= MAX_MATCH
             if draft.token_ids:
                 if track.request.constraint is not None:
                     self._prepare_masks(track.request, draft.masks)
@@ -337,7 +386,7 @@ class Speculator:
             return sizes
         gains = self._gains_of(len(tracks))
         best, best_gain, tokens, order = 0, MIN_GAIN, float(len(tracks)), list[int]()
-        heap = [(-self._chance(track, 0), number) for number, track in enumerate(tracks) if self._may_offer(track)]
+        heap = [(-self._chance(track, 0), number) for number, track in enumerate(tracks) if track.draft.matches]
         heapq.heapify(heap)
         while heap and gains.may_rise(len(order), -heap[0][0], best_gain):
             survival, number = heapq.heappop(heap)
@@ -354,15 +403,10 @@ class Speculator:
         chosen = order[:best]
         return [chosen.count(number) for number in range(len(tracks))]
 
-    def _may_offer(self, track: _Track) -> bool:
-        """Returns True if a step may verify the draft of a request. During a trial, drafts of the draft model are only
-        compared.
-        """
-        is_trial = self._lengths is not None and self._lengths.is_trial
-        return bool(track.draft.matches) and not (is_trial and track.draft.matches[0] == MODEL)
-
     def _chance(self, track: _Track, place: int) -> float:
         """Returns the chance that a draft is right if all drafts before it are right."""
         match = track.draft.matches[place]
         common = self._chances.of(match)
-        return common if match in OF_GRAMMAR else track.chance.mixed_with(common)
+        if match in OF_GRAMMAR:
+            return common
+        return (track.model.chance if match == MODEL else track.chance).mixed_with(common)

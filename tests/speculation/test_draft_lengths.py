@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from llm_serving.request import Request
 from llm_serving.sampling_params import SamplingParams
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepKind, StepResult
+from llm_serving.speculation.balance import SHARE, STAKE_STEPS, Balance
 from llm_serving.speculation.costs import StepCosts
 from llm_serving.speculation.draft_lengths import MAX_TRIAL_INTERVAL, TRIAL_INTERVAL, TRIAL_STEPS, DraftLengths
+from llm_serving.speculation.model_track import StepUse
 from llm_serving.speculation.speculator import PLAIN_STEP_INTERVAL, Speculator
 
 STEP_MS, ENTRY_MS = 10.0, 0.5
@@ -117,29 +121,80 @@ def test_a_slow_or_wrong_draft_model_never_makes_serving_slower() -> None:
         assert serving.gain > 0.98, (pass_ms, right)
 
 
+def trial_starts(wanted: list[int]) -> list[int]:
+    """Returns the steps at which trials begin, if no drafts are used between trials."""
+    return [number for number, each in enumerate(wanted) if each and not any(wanted[max(0, number - 9) : number])]
+
+
+def test_trials_of_a_losing_draft_model_become_rarer() -> None:
+    serving = Serving(pass_ms=1.0, right=0.0)
+    starts = trial_starts(serving.run(17 * TRIAL_INTERVAL)[0])
+    gaps = [after - before for before, after in pairwise(starts)]
+    assert len(gaps) >= 3
+    assert gaps[0] < 2.2 * TRIAL_INTERVAL
+    assert all(later > 1.8 * earlier for earlier, later in pairwise(gaps)), gaps
+
+
 def test_trials_are_seldom_if_the_draft_model_has_many_tokens_to_compute_first() -> None:
-    serving = Serving(pass_ms=4.0, right=0.2, missed_ms=2.0)
+    """A trial takes as long as 18 steps. So 1800 plain steps must pay for it."""
+    serving = Serving(pass_ms=4.0, right=0.2, missed_ms=0.5)
     serving.run(TRIAL_INTERVAL)
     serving.seconds, serving.tokens = 0.0, 0
-    wanted, _ = serving.run(16 * TRIAL_INTERVAL)
-    assert serving.gain > 0.98
+    wanted, _ = serving.run(8 * TRIAL_INTERVAL)
+    assert serving.gain > 1 - 1.2 * SHARE
     assert sum(wanted) >= 2 * TRIAL_STEPS
 
 
-def test_a_stall_in_a_trial_delays_the_next_trial_only_for_a_limited_number_of_steps() -> None:
+def test_no_trial_begins_if_even_right_drafts_do_not_pay_for_the_missed_tokens() -> None:
+    """Right drafts save at most 4 steps of 10 ms each, in 64 steps. A missed token takes 5 ms."""
+    costs = StepCosts()
+    costs.note(1, 0.010, 0.010)
+    lengths = DraftLengths(costs, 4, 32, 1.05, always=False)
+    trial = ScheduledStep(0, StepKind.DECODE, rows=[0], num_wanted=1)
+    for num_missed, draft_us in ((1000, 5_000_000), (1, 1000)):
+        result = StepResult(0, [0], graph_us=10_000, sample_us=draft_us, draft_us=draft_us)
+        lengths.note(trial, result, StepUse(num_missed))
+    assert lengths.is_trial
+    assert lengths.after_decode(1, 1, 0.9, 1000) == 0
+    assert lengths.after_decode(1, 1, 0.9, 100) == 1
+
+
+def test_a_stall_of_the_machine_in_a_trial_delays_no_trial() -> None:
     """The draft model takes 1 ms for each step of a trial, except for one step with a stall of 30 seconds."""
-    for stall_s, interval in ((0.0, TRIAL_INTERVAL), (30.0, MAX_TRIAL_INTERVAL)):
-        lengths = DraftLengths(StepCosts(), 4, 32, 1.05, always=False)
-        for number in range(TRIAL_STEPS):
-            step = ScheduledStep(0, StepKind.DECODE, rows=[0], num_wanted=1)
-            draft_us = 1000 + round(1e6 * stall_s) * (number == 3)
-            lengths.note(step, StepResult(0, [0], graph_us=10_000, sample_us=draft_us, draft_us=draft_us))
+    for stall_at in (None, 0, 3):
+        costs = StepCosts()
+        lengths = DraftLengths(costs, 4, 32, 1.05, always=False)
         step, plain = ScheduledStep(0, StepKind.DECODE, rows=[0]), StepResult(0, [0], graph_us=10_000)
+        costs.note(1, 0.010, 0.010)
+        for number in range(TRIAL_STEPS):
+            trial = ScheduledStep(0, StepKind.DECODE, rows=[0], num_wanted=1)
+            draft_us = 1000 + 30_000_000 * (number == stall_at)
+            result = StepResult(0, [0], graph_us=10_000, sample_us=draft_us, draft_us=draft_us)
+            lengths.note(trial, result, StepUse(num_missed=1))
         num_steps = 0
-        while not lengths.is_trial and num_steps < 2 * MAX_TRIAL_INTERVAL:
-            lengths.note(step, plain)
+        while not lengths.is_trial and num_steps < MAX_TRIAL_INTERVAL:
+            lengths.note(step, plain, StepUse())
             num_steps += 1
-        assert num_steps == interval
+        assert TRIAL_INTERVAL <= num_steps < 3 * TRIAL_INTERVAL, stall_at
+        assert lengths.after_decode(1, 1, 0.9, 1) == 1, "the next trial begins"
+
+
+def test_gains_pay_for_earlier_losses_only() -> None:
+    balance = Balance()
+    balance.renew_stake(1.0)
+    balance.add(5.0, 1.0)
+    assert not balance.is_paid
+    balance.add(-1000.0, 1.0)
+    assert balance.is_paid
+    balance.add(STAKE_STEPS + 0.5, 1.0)
+    assert balance.is_lost
+    assert not balance.is_paid
+    for _ in range(round((STAKE_STEPS + 0.5) / SHARE) - 1):
+        balance.pay(1.0)
+    assert not balance.is_paid
+    balance.pay(1.1)
+    assert balance.is_paid
+    assert balance.is_lost
 
 
 def test_a_draft_model_that_becomes_right_is_used_after_a_trial() -> None:
@@ -147,8 +202,17 @@ def test_a_draft_model_that_becomes_right_is_used_after_a_trial() -> None:
     _, offered = serving.run(500)
     assert offered[-1] == 0
     serving.right = 1.0
-    _, offered = serving.run(3 * TRIAL_INTERVAL)
+    _, offered = serving.run(4 * TRIAL_INTERVAL)
     assert offered[-1] > 0
+
+
+def test_a_draft_model_that_becomes_wrong_rests_soon() -> None:
+    serving = Serving(pass_ms=2.0, right=1.0)
+    assert serving.run(2000)[0][-1] > 0
+    serving.right, serving.seconds, serving.tokens = 0.0, 0.0, 0
+    wanted, _ = serving.run(500)
+    assert not any(wanted[100:])
+    assert serving.gain > 1 - 2 * STAKE_STEPS / 500
 
 
 def test_full_batches_make_no_drafts() -> None:

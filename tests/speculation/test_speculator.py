@@ -106,9 +106,8 @@ def test_a_long_match_is_better_than_a_draft_model_that_is_often_wrong() -> None
     for _ in range(40):
         offers = decoding.step(offers)
         found.append(offers.get("r0", []))
-    assert [] in found, "a trial compares the draft model, and its drafts are not verified"
-    assert 99 not in found[-1]
-    assert len(found[-1]) == 7
+    assert not any(99 in draft for draft in found)
+    assert min(map(len, found[20:])) == 7, "a trial of the draft model displaces no draft from the text"
 
 
 def test_no_drafts_are_offered_if_each_entry_takes_as_long_as_a_step() -> None:
