@@ -104,6 +104,8 @@ class FileTier(ABC):
         self._last: Records | None = None
         """The records that were opened last. They stay open until the mover knows the namespace of restarted agents."""
         self._namespace = b""
+        self._num_distrusts = 0
+        """Number of calls of ``distrust``."""
         self._retry_at = 0.0
         self._read_s = 0.0
         self._read_bytes = 0.0
@@ -147,8 +149,8 @@ class FileTier(ABC):
         """Asks the mover to write the content of a host block, and then to call ``done``. The block must not change
         before ``done`` is called.
         """
-        records = self._records
-        self.mover.submit(lambda: self._write(records, key, pool, host, done))
+        opened = self._records, self._num_distrusts
+        self.mover.submit(lambda: self._write(*opened, key, pool, host, done))
 
     def read(self, transfer: Transfer, pool: HostPool, done: Callable[[], None]) -> None:
         """Asks the mover to read blocks into host blocks, and then to call ``done``."""
@@ -156,9 +158,10 @@ class FileTier(ABC):
 
     def distrust(self) -> None:
         """Asks the mover to remove all blocks that this run has written, because an agent may have computed wrong
-        values.
+        values. Blocks that wait to be written are not written. A later ``read`` finds none of these blocks.
         """
-        self.mover.submit(self._distrust)
+        self._num_distrusts += 1
+        self.mover.submit(self._distrust, urgent=True)
 
     def close(self) -> None:
         """Ends the mover.
@@ -191,6 +194,7 @@ class FileTier(ABC):
     def _write(
         self,
         records: Records | None,
+        num_distrusts: int,
         key: BlockKey,
         pool: HostPool,
         host: int,
@@ -198,9 +202,12 @@ class FileTier(ABC):
     ) -> None:
         """Writes a block to ``records``, which were open when ``write`` was called. Writes nothing if other records
         have been opened since then. In this case, the block was computed by earlier agents with another namespace.
+        Also writes nothing if ``distrust`` was called since then.
         """
         try:
             if records is None or records is not self._records or not self.may_write:
+                return
+            if num_distrusts != self._num_distrusts:
                 return
             content = pool.read(host)
             if content is None:

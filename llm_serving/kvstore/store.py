@@ -444,6 +444,7 @@ class BlockStore:
         for host, ok in oks.items():
             if ok:
                 self._hosts.filled(host)
+        oks |= {host: False for host in one.hosts if keys[host] is DOUBTFUL}  # also those that were not read
         end = next((place for place, host in enumerate(one.hosts) if not oks.get(host, True)), len(one.hosts))
         useful = one.hosts[:end] if one.due != _NEVER else []
         for host in one.hosts[len(useful) :]:

@@ -130,6 +130,43 @@ def test_a_request_waits_for_a_slow_read_for_a_limited_time(parts):
     assert (store.figures.expired, store.next_due) == (1, None)
 
 
+def test_after_a_distrust_no_block_of_this_run_is_written_or_read(parts):
+    """A write waits for the mover at the time of the call. A request asks for blocks before the mover removes them."""
+    store, mover, disk = parts
+    source = Source()
+    source.offers = [key(9)]
+    for _ in range(2):
+        store.exchange(source, 0.0)
+    assert mover.others, "the block waits to be written"
+    store.distrust()
+    source.ask(4, None)
+    store.exchange(source, 0.0)
+    mover.run()
+    store.exchange(source, 0.0)
+    assert source.replies == [[]]
+    assert (disk.figures.blocks, disk.find(key(9))) == (0, None)
+    source.ask(4, None)
+    store.exchange(source, 0.0)
+    assert source.replies == [[], []]
+
+
+def test_a_distrusted_block_in_memory_is_not_used_although_a_request_already_waits(parts):
+    """The request waits for blocks on the disk, which follow the block in memory."""
+    store, mover, _ = parts
+    source = Source()
+    source.ask(1, None)
+    store.exchange(source, 0.0)
+    mover.run()
+    store.exchange(source, 0.0)
+    assert len(source.replies.pop()) == 1, "the first block is in memory"
+    source.ask(4, None)
+    store.exchange(source, 0.0)
+    store.distrust()
+    mover.run()
+    store.exchange(source, 0.0)
+    assert source.replies == [[]]
+
+
 def test_a_failed_copy_to_the_host_is_not_used():
     store, source = BlockStore(0, 2, None, lambda: None), Source()
     store.open(Pool())
