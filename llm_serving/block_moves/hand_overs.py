@@ -163,6 +163,7 @@ class HandOvers(BlockMover):
             self._end(sequence, Change.DROPPED)
 
     def wait_again(self, sequence: Sequence) -> None:
+        sequence.num_handed = 0
         if sequence.hand_over is HandOverState.LEAVING:
             sequence.hand_over = HandOverState.WANTED
         elif sequence.hand_over is HandOverState.ARRIVING:
@@ -273,7 +274,9 @@ class HandOvers(BlockMover):
 
     def _end(self, sequence: Sequence, kind: Change) -> None:
         self._report(sequence, kind)
-        sequence.handed_blocks, sequence.num_handed = [], 0
+        sequence.handed_blocks = []
+        if kind is not Change.LOADED:
+            sequence.num_handed = 0
 
     def _report(self, sequence: Sequence, kind: Change) -> None:
         blocks = sequence.handed_blocks

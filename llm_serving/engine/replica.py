@@ -138,7 +138,7 @@ class Replica:
                 **self.log_fields,
             )
         if broken := broken_requests(result, updates):
-            self._note_not_finite(step, result, broken)
+            self._note_not_finite(step, result, broken, now)
         began = perf_counter()
         make_outputs = self._texts.outputs_of_drafts if step.num_drafts else self._texts.outputs
         outputs = make_outputs(updates, result, now)
@@ -157,7 +157,7 @@ class Replica:
             self._state_line.step(step, result, len(outputs), now)
         return outputs
 
-    def _note_not_finite(self, step: ScheduledStep, result: StepResult, request_ids: list[str]) -> None:
+    def _note_not_finite(self, step: ScheduledStep, result: StepResult, request_ids: list[str], now: float) -> None:
         """Logs the requests of a step that got NaN or infinite logits, and reacts to the likely cause.
 
         If a step has several requests and all of them got these logits, the agents are the cause and are restarted. If
@@ -175,7 +175,7 @@ class Replica:
         )
         if self.store is not None:
             self.store.distrust()
-        self._distrust_peers()
+        self._distrust_peers(now, recompute=False)  # the request may be the cause, so others do not change
         if not is_all_broken(result):
             return
         if len(request_ids) == 1:
@@ -280,15 +280,18 @@ class Replica:
         if self.store is not None:
             self.store.lose(distrusted=distrusted)
         if distrusted:
-            self._distrust_peers()
+            self._distrust_peers(now, recompute=True)
 
-    def _distrust_peers(self) -> None:
-        """Forgets all blocks of other replicas that may come from this one, because they may have wrong values."""
+    def _distrust_peers(self, now: float, *, recompute: bool) -> None:
+        """Forgets all blocks of other replicas that may come from this one, because they may have wrong values.
+
+        With ``recompute``, requests that run with these blocks are computed again.
+        """
         for peer in self.peers:
             if peer.store is not None:
                 peer.store.distrust()
         if self.peers:
-            self.scheduler.distrust_blocks()
+            self.scheduler.distrust_blocks(now, recompute=recompute)
 
 
 def make_replicas(
@@ -305,6 +308,7 @@ def make_replicas(
     """Returns a ``Replica`` for each pair (source of steps, executor). ``tiers`` are the KV tiers of all replicas.
 
     ``has_roles`` is True if prefill and decode have separate replicas, which give computed blocks to each other.
+    Without roles, replicas get blocks of each other from tiers in folders.
     """
     made = [
         Replica(
@@ -315,7 +319,7 @@ def make_replicas(
         )
         for index, (source, executor) in enumerate(replicas)
     ]
-    if has_roles:
+    if has_roles or (tiers is not None and tiers.have_folders):
         for replica in made:
             replica.peers = [other for other in made if other is not replica]
     return made

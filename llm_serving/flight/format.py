@@ -24,7 +24,7 @@ import msgspec
 from llm_serving.errors import LLMServingError
 
 MAGIC = b"LLMFLT01"
-FORMAT_VERSION = 10
+FORMAT_VERSION = 11
 READ_VERSIONS = range(1, FORMAT_VERSION + 1)
 """Versions of the format that this program reads. The scheduler's state can be restored only from files of the present
 version. So a replay of an older recording must start with the first segment of a server run, which needs no state.
@@ -101,7 +101,7 @@ class Tag(enum.IntEnum):
     GRANT = 16
     """A call of ``grant_hand_over``. Fields: number of the request?, blocks of the hand-over pool."""
     DISTRUST = 17
-    """A call of ``distrust_blocks``. It has no fields."""
+    """A call of ``distrust_blocks``. Field: whether sequences with blocks of other replicas are computed again."""
     DECODING = 12
     """Several loop iterations in which the same batch decoded (``decode_log.py``). Fields: encoded steps, number of the
     first completed step, times, queue_us, graph_us, sample_us, counts, output pseudonyms?, irregular iterations.

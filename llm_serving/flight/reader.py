@@ -97,6 +97,7 @@ class Distrusted:
     """A recorded call of ``Scheduler.distrust_blocks``."""
 
     now: float
+    recompute: bool = False
 
 
 @dataclass(frozen=True, slots=True)

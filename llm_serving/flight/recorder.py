@@ -135,9 +135,9 @@ class FlightRecorder:
         self._scheduler.grant_hand_over(request_id, blocks)
         self._record(self._journal.record, [Tag.GRANT, number, blocks])
 
-    def distrust_blocks(self) -> None:
-        self._scheduler.distrust_blocks()
-        self._record(self._journal.record, [Tag.DISTRUST])
+    def distrust_blocks(self, now: float, *, recompute: bool) -> None:
+        self._scheduler.distrust_blocks(now, recompute=recompute)
+        self._record(self._journal.record, [Tag.DISTRUST, recompute], now)
 
     def schedule(self, now: float) -> ScheduledStep | None:
         try:

@@ -29,8 +29,6 @@ class Lease:
     """True if at least one pool got the content of all blocks."""
     holders: set[int] = field(default_factory=set)
     """Indices of the replicas whose pools have the content of all blocks."""
-    source: int | None = None
-    """Index of the replica that has filled the blocks. None before the blocks are filled."""
     num_trips: int = 0
     """Number of transfers between pools that use the blocks now."""
     is_dropped: bool = False

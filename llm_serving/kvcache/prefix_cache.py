@@ -199,7 +199,7 @@ class PrefixCache:
 
         Also counts all tokens of the chain in ``num_query_tokens``, and the cached ones in ``num_hit_tokens``.
         """
-        chain.epoch = self.epoch
+        chain.epoch, chain.num_adopted = self.epoch, num_tokens
         self.num_query_tokens += chain.num_tokens
         self.num_hit_tokens += num_tokens
 

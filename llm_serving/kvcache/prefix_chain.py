@@ -28,6 +28,8 @@ class PrefixChain:
         """The blocks with the numbers ``announce_begin .. announce_end - 1`` in the sequence are announced."""
         self.epoch = 0
         """The ``epoch`` of the prefix cache when the chain was made, or when its sequence last started."""
+        self.num_adopted = 0
+        """Number of tokens whose keys and values were in the prefix cache when the sequence last started."""
         self._packed = pack_tokens(token_ids)
         self._block_bytes = block_size * TOKEN_BYTES
         self._root = root
@@ -73,10 +75,12 @@ class PrefixChain:
             "entries": self.entries.copy(),
             "announced": [self.announce_begin, self.announce_end],
             "epoch": self.epoch,
+            "adopted": self.num_adopted,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restores the state that ``snapshot`` returned."""
         self._packed, self._hashes = state["tokens"], []
         self.blocks, self.entries, self.epoch = state["blocks"], state["entries"], state["epoch"]
+        self.num_adopted = state["adopted"]
         self.announce_begin, self.announce_end = state["announced"]

@@ -51,6 +51,11 @@ class KvTiers:
             tier.mover.start()
 
     @property
+    def have_folders(self) -> bool:
+        """True if there are tiers in folders, so that each replica may read blocks that another one has written."""
+        return bool(self._tiers)
+
+    @property
     def _behind_host(self) -> BlockTier | None:
         """The tiers that are slower than host memory: the SSD tier, the shared tier, or both joined to one. None if
         there are none.

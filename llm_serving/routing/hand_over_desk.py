@@ -134,11 +134,10 @@ class HandOverDesk:
         self._wanted = deque(each for each in self._wanted if each[1] is not replica)
         self._grant_all()
 
-    def distrust(self, replica: RoutedReplica) -> None:
-        """Renews the headers of pool blocks that a replica has filled, so that no replica accepts their contents."""
+    def distrust(self) -> None:
+        """Renews the headers of all pool blocks, so that no replica accepts their present contents."""
         for lease in self._leases:
-            if lease.source == replica.index:
-                self._pool.renew_headers(lease)
+            self._pool.renew_headers(lease)
 
     def add_headers(self, step: ScheduledStep) -> None:
         """Adds to a step the header of each block that it moves to or from the hand-over pool."""
@@ -195,7 +194,8 @@ class HandOverDesk:
     def _take(self, change: HandOverChange, replica: RoutedReplica, now: float) -> None:
         entry = self._entries.get(change.request_id)
         if change.kind is Change.WANTED:
-            if entry is not None and entry.replica is replica:
+            is_known = any(each[:2] == (entry, replica) for each in self._wanted)  # the prompt was computed twice
+            if entry is not None and entry.replica is replica and not is_known:
                 self._wanted.append((entry, replica, now))
             return
         lease = self._pool.lease_of(change.blocks)
@@ -203,7 +203,6 @@ class HandOverDesk:
             assert entry is not None
             lease.is_complete = True
             lease.holders.add(replica.index)
-            lease.source = replica.index
             del replica.entries[change.request_id]
             entry.replica, entry.hashes, entry.cached_tokens = None, None, 0
             self.hand_over(entry, now)

@@ -225,16 +225,20 @@ class Router:
             self._desk.lose(replica, now)
         self._placer.recall(replica, list(replica.entries.values()), now)
 
-    def distrust_blocks(self, replica: RoutedReplica) -> None:
-        """Ensures that no replica starts with blocks that ``replica`` has computed, because they may have wrong values.
+    def distrust_blocks(self, now: float, *, recompute: bool) -> None:
+        """Ensures that no replica starts with blocks that another replica has computed, because one replica may have
+        computed wrong values.
 
-        Empties all prefix caches, because blocks of the replica may be in each of them. The contents of its hand-overs
-        count as damaged, so their requests are computed again. Requests that already decode with its blocks continue.
+        Empties all prefix caches, because blocks of that replica may be in each of them. The contents of all hand-overs
+        count as damaged, so their requests are computed again. With ``recompute``, this also holds for all running
+        requests whose blocks may come from other replicas.
         """
         for each in self.replicas:
-            each.scheduler.distrust_blocks()
+            each.scheduler.distrust_blocks(now, recompute=recompute)
+            self._take_hand_overs(each, now)
+            self._placer.placed.add(each.index)  # requests may wait there, and no other event may follow
         if self._desk is not None:
-            self._desk.distrust(replica)
+            self._desk.distrust()
 
     def _take_hand_overs(self, replica: RoutedReplica, now: float) -> None:
         """Processes the changes of hand-overs that a replica's scheduler has reported during the last call."""

@@ -60,8 +60,8 @@ class ReplicaSource:
     def agent_lost(self, now: float, *, blameless: bool = False) -> None:
         self._router.agent_lost(self._replica, now, blameless=blameless)
 
-    def distrust_blocks(self) -> None:
-        self._router.distrust_blocks(self._replica)
+    def distrust_blocks(self, now: float, *, recompute: bool) -> None:
+        self._router.distrust_blocks(now, recompute=recompute)
 
 
 def replica_sources(router: Router) -> list[ReplicaSource]:

@@ -63,13 +63,17 @@ class RoutedScheduler:
         if refused is not None:
             self._preemption.settle(refused)
 
-    def distrust_blocks(self) -> None:
+    def distrust_blocks(self, now: float, *, recompute: bool) -> None:
         """Empties the prefix cache, because some blocks may have wrong values. Blocks that sequences hold now will not
         be cached. The caller must also forget the blocks of the KV tiers.
+
+        With ``recompute``, sequences whose blocks may come from other replicas are computed again. Otherwise, this
+        holds only for sequences whose handed blocks have not arrived.
         """
         self._supply.lose_all()
         if self._tiers is not None:
             self._tiers.distrust_loads()
+        self._lifecycle.distrust(now, recompute=recompute)
 
     @property
     def hand_over_costs(self) -> tuple[float | None, float | None]:

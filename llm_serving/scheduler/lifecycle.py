@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from llm_serving.admission.starter import Admission
@@ -114,13 +114,27 @@ class Lifecycle:
 
         The caller has already ended all steps in flight.
         """
-        running = self._state.running
-        self.restart(list(running), now)
-        for sequence in running.leaving:
+        for sequence in self._state.running.holders:
             sequence.num_inflight_steps = 0
-            sequence.drop_tokens = True
+        self._compute_again(lambda sequence: True, now)
+
+    def distrust(self, now: float, *, recompute: bool) -> None:
+        """Makes sequences compute their prompt and output again if a step may copy handed blocks to them now.
+
+        With ``recompute``, the same holds for all sequences whose blocks may come from other replicas.
+        """
+        self._compute_again(_has_foreign_blocks if recompute else _is_arriving, now)
+
+    def _compute_again(self, is_doubtful: Callable[[Sequence], bool], now: float) -> None:
+        """Gives up the blocks of the sequences for which ``is_doubtful`` returns True. Their tokens stay, and are
+        computed again.
+        """
+        state = self._state
+        held = [each for each in (*state.running.leaving, *state.running) if is_doubtful(each)]
+        self.restart(held, now)
+        for sequence in held:
             self._preemption.settle(sequence)
-        self._preemption.lose_swapped(now)
+        self._preemption.lose_swapped([each for each in state.swapped if is_doubtful(each)], now)
 
     def end_all(self, sequences: Iterable[Sequence], error: str, now: float) -> list[RequestUpdate]:
         """Ends the requests of these sequences with an error. Requests that have already ended stay unchanged."""
@@ -239,6 +253,19 @@ def void_steps(in_flight: InFlightSteps) -> list[int]:
         else:
             kept.update(flight.sequences)
     return void
+
+
+def _is_arriving(sequence: Sequence) -> bool:
+    """Returns True if a step may copy blocks of another replica to the device for this sequence now."""
+    return sequence.hand_over is HandOverState.ARRIVING and sequence.state is SequenceState.RUNNING
+
+
+def _has_foreign_blocks(sequence: Sequence) -> bool:
+    """Returns True if another replica may have computed blocks of this sequence: handed blocks, or blocks of the prefix
+    cache, which may have been handed or loaded from a KV tier before.
+    """
+    chain = sequence.prefix_chain
+    return sequence.num_handed > 0 or _is_arriving(sequence) or (chain is not None and chain.num_adopted > 0)
 
 
 def _count_later(updates: list[RequestUpdate]) -> None:

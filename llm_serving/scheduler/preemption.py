@@ -66,10 +66,10 @@ class Preemption(Stateful):
         self._state.swapped.remove(sequence)
         self._drop(sequence)
 
-    def lose_swapped(self, now: float) -> None:
-        """Makes all swapped sequences wait for a new prefill, because the agent was lost."""
-        swapped, self._state.swapped = self._state.swapped, []
-        for sequence in swapped:
+    def lose_swapped(self, sequences: SequenceOf[Sequence], now: float) -> None:
+        """Makes swapped sequences wait for a new prefill, because their blocks were lost or may have wrong values."""
+        for sequence in sequences:
+            self._state.swapped.remove(sequence)
             sequence.request.receipt.enter(Phase.RESTARTED, now)
             self._drop(sequence)
             self._wait_again(sequence)

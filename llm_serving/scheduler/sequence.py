@@ -91,7 +91,7 @@ class Sequence:
     handed_blocks: list[int] = field(default_factory=list)
     """Blocks of the hand-over pool for the sequence's computed tokens."""
     num_handed: int = 0
-    """Number of handed blocks that completed steps have copied."""
+    """Number of handed blocks that completed steps have copied. Stays above 0 while the sequence has these blocks."""
     last_chosen: int = 0
     """Number of the last choice by which ``StepComposer._choose`` chose this sequence for a decode step. A decode step
     that cannot have all decoding sequences gets those with the smallest numbers.

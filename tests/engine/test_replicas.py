@@ -11,17 +11,20 @@ import random
 import weakref
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from llm_serving.engine.commands import Probe, Stop
 from llm_serving.engine.outputs import ProbeAnswer
+from llm_serving.engine.replica import make_replicas
 from llm_serving.errors import AgentLostTwiceError
 from llm_serving.executor.base import AgentLeaving, AgentReady, poll_all
 from llm_serving.kvcache.block_hash import hash_blocks, root_hash
 from llm_serving.kvstore.store import BlockStore
 from llm_serving.request import FinishReason
 from llm_serving.routing.placement import Role
+from llm_serving.routing.sources import replica_sources
 from llm_serving.scheduler.limits import Policy, PreemptionKind
 from support.engine_harness import text_of
 from support.fake_device import BROKEN_SEED
@@ -64,6 +67,32 @@ def test_after_logits_that_are_not_finite_no_tiers_with_roles_keep_blocks(roles:
     engine.request("bad", 6, 12, seed=BROKEN_SEED)
     engine.finish()
     assert sorted(store.version for store in stores) == ([0, 1] if roles is None else [1, 1])
+
+
+def test_after_a_failed_check_a_request_that_decodes_with_handed_blocks_is_computed_again() -> None:
+    """The handed blocks have wrong contents, which no check of the decode replica can find."""
+    engine = ReplicatedEngine(2, roles=[Role.PREFILL, Role.DECODE], hands_over=True)
+    request, decoding = engine.request("a", BEGINNINGS[0][:12], 20), engine.executors[1]
+    for _ in range(200):
+        engine.step(len(request.output_token_ids) < 4)
+    decoding.hold(True)
+    [sequence] = engine.schedulers[1]._running
+    decoding.device.spoil_blocks(sequence.block_table)
+    engine.executors[0].distrust("canary", "the text is another one")
+    engine.step(10)
+    assert engine.log.named("agent_lost")
+    decoding.hold(False)
+    engine.step(200)
+    check_texts(engine)
+
+
+@pytest.mark.parametrize("have_folders", [False, True])
+def test_replicas_that_share_a_folder_of_kv_tiers_distrust_blocks_of_each_other(have_folders: bool) -> None:
+    engine = ReplicatedEngine(3)
+    tiers: Any = SimpleNamespace(have_folders=have_folders, new_store=lambda wake: None)
+    parts: list[Any] = [list(zip(replica_sources(engine.router), engine.executors, strict=True)), *[None] * 5, tiers]
+    replicas = make_replicas(*parts, has_roles=False)
+    assert [len(replica.peers) for replica in replicas] == [2 if have_folders else 0] * 3
 
 
 def check_texts(engine: ReplicatedEngine, *, cut: frozenset[str] = frozenset()) -> None:

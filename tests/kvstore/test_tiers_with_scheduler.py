@@ -94,7 +94,7 @@ def test_a_load_of_distrusted_blocks_adds_nothing_to_the_prefix_cache():
     simulation.add(make_request("c", PROMPT, 4))
     assert simulation.schedule()[-1].reason is StepReason.LOAD
     simulation.store.distrust()
-    simulation.scheduler.distrust_blocks()
+    simulation.scheduler.distrust_blocks(simulation.now, recompute=False)
     simulation.finish()
     assert simulation.requests["c"].num_cached_tokens == 0
 

@@ -19,6 +19,7 @@ from llm_serving.handover.transport import BlockPools, BlockTransport, Done, Pai
 from llm_serving.request import FinishReason
 from llm_serving.routing.placement import Placed, Role
 from llm_serving.routing.prefill_split import PrefillSplit
+from llm_serving.telemetry.receipt import Phase
 from support.fakes import make_limits, make_request
 from support.handover_simulation import ROLES, play_hand_overs
 from support.routed_simulation import FakeReplica, RoutedSimulation
@@ -26,7 +27,7 @@ from support.script_drawing import draw_script
 from support.sweeps import with_sweeps
 
 EXPECTED = (
-    *("agents lost", "completed", "ends from outside", "misses", "preemptions", "swaps", "distrusted"),
+    *("agents lost", "completed", "ends from outside", "misses", "preemptions", "swaps", "distrusted", "restarted"),
     *("loads from tiers", "stores to tiers"),
 )
 EXPECTED_TCP = (
@@ -144,6 +145,96 @@ def test_spoilt_blocks_in_the_hand_over_pool_are_computed_again(spoil: Callable[
     simulation.finish()
     assert simulation.split is not None
     assert (simulation.split.figures.completed, simulation.split.figures.misses) == (0, 1)
+
+
+def decoding(*roles: Role, tokens: int, **options: object) -> RoutedSimulation:
+    """Returns a simulation in which request ``long`` decodes with handed blocks and has this number of tokens."""
+    simulation = split_simulation(*roles, **options)  # type: ignore[arg-type]
+    simulation.add(make_request("long", [2 + place % 40 for place in range(24)], 12))
+    while len(simulation.streams["long"]) < tokens:
+        simulation.step_all()
+    assert simulation.split is not None
+    assert simulation.split.figures.completed == 1
+    return simulation
+
+
+def restarted(simulation: RoutedSimulation) -> set[str]:
+    """Runs all requests to their ends. Returns the names of the requests that were computed again."""
+    while len(simulation.ended) < len(simulation.requests):
+        simulation.step_all()
+    simulation.finish()
+    index = list(Phase).index(Phase.RESTARTED)
+    return {name for name, request in simulation.requests.items() if request.receipt.phase_us[index]}
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_after_a_failed_check_requests_that_decode_with_blocks_of_the_replica_are_computed_again(
+    recompute: bool,
+) -> None:
+    """The contents of these blocks become wrong before the failed check. A request with blocks of its own continues.
+    After logits that are not finite, all requests continue.
+    """
+    simulation = decoding(Role.PREFILL, Role.DECODE, tokens=4, prefix_cache=True)
+    simulation.add(make_request("other", 5, 12))
+    while len(simulation.streams["other"]) < 2:
+        simulation.step_all()
+    simulation.distrust(0, recompute=recompute)
+    before = len(simulation.streams["long"])
+    simulation.step_all()
+    assert len(simulation.streams["long"]) == before + (not recompute), "tokens of steps in flight do not count"
+    assert restarted(simulation) == ({"long"} if recompute else set())
+
+
+def test_a_request_that_shares_handed_blocks_is_computed_again() -> None:
+    simulation = decoding(Role.PREFILL, Role.DECODE, tokens=3, prefix_cache=True)
+    prompt = [*simulation.requests["long"].prompt_token_ids, 3]
+    simulation.add(make_request("sharing", prompt, 12))
+    while len(simulation.streams["sharing"]) < 2:
+        simulation.step_all()
+    assert simulation.requests["sharing"].num_cached_tokens == 24
+    simulation.distrust(0, recompute=True)
+    assert restarted(simulation) == {"long", "sharing"}
+
+
+def test_a_distrusted_arrival_is_not_used_although_its_header_was_right() -> None:
+    """The step with the copy is in flight when the replica is distrusted, so the agent finds the earlier header."""
+    simulation = split_simulation(Role.PREFILL, Role.DECODE, prefix_cache=True)
+    simulation.add(make_request("long", [2 + place % 40 for place in range(24)], 6))
+    advance(simulation, simulation.replicas[0], "HAND_OUT")
+    simulation.run(simulation.replicas[0])
+    simulation.update(simulation.replicas[0], simulation.replicas[0].answers.popleft())
+    advance(simulation, simulation.replicas[1], "HAND_IN")
+    simulation.run(simulation.replicas[1])
+    simulation.distrust(0)
+    assert restarted(simulation) == {"long"}
+    assert simulation.split is not None
+    assert (simulation.split.figures.completed, simulation.split.figures.misses) == (0, 0)
+
+
+def test_a_prompt_that_waits_for_the_hand_over_pool_gets_blocks_once_after_its_restart() -> None:
+    """Its cached blocks may come from another replica, so it is computed again before it is handed over."""
+    simulation = split_simulation(Role.PREFILL, Role.DECODE, prefix_cache=True, pool_blocks=14)
+    prompt, [first, second] = [2 + place % 40 for place in range(24)], simulation.replicas
+    simulation.add(make_request("before", prompt, 6))
+    simulation.finish()
+    simulation.add(*(make_request(name, [*prompt[:12], *prompt[:13]], 6) for name in ("a", "b", "c")))
+    second.is_ready = False  # its steps are not scheduled, so the blocks of "a" and "b" stay in the pool
+    hand_overs = simulation.inner[0]._hand_overs
+    assert hand_overs is not None
+    for _ in range(2):
+        while not hand_overs._asking or len(simulation.inner[0]._intake.sequences) > 1:
+            simulation.schedule()
+            simulation.run(first)
+            simulation.update(first, first.answers.popleft())
+        simulation.distrust(1, recompute=True)
+    second.is_ready = True
+    assert simulation.split is not None
+    while simulation.split.figures.misses < 2:
+        simulation.schedule()
+        simulation.run(second)
+        simulation.update(second, second.answers.popleft())
+    simulation.finish()
+    assert simulation.split.figures.completed == 2, 'those of "before" and "c"'
 
 
 def test_no_request_starts_with_cached_blocks_of_a_distrusted_replica() -> None:

@@ -8,7 +8,7 @@ from the tokens alone, one request after the other.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from llm_serving.ipc.drafts import REJECTED, rejected_entries
@@ -178,6 +178,12 @@ class FakeDevice:
         self._run(slot)
         self._spoil(slot)
         return slot.seq
+
+    def spoil_blocks(self, blocks: Iterable[int]) -> None:
+        """Overwrites blocks with random numbers."""
+        size = self.limits.block_size
+        for block in sorted(blocks):
+            self.cache[block * size : (block + 1) * size] = self._memory(1)
 
     def begin(self) -> None:
         """Starts the next step, which no later step can overtake. ``run_next`` completes it."""

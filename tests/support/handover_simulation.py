@@ -61,7 +61,8 @@ class HandOverPlayer(RoutedPlayer):
             memory = self._rng.choice(self.routed.memories)
             self._rng.choice([memory.flip, memory.overwrite])(self._rng.randrange(memory.num_blocks))
         if self._doubts.random() < self._faults / 4:
-            self.routed.distrust(self._doubts.randrange(len(self.routed.replicas)))
+            index = self._doubts.randrange(len(self.routed.replicas))
+            self.routed.distrust(index, recompute=self._doubts.random() < 0.5)
         super().do(operation)
 
 

@@ -18,7 +18,9 @@ from llm_serving.routing.prefill_split import PrefillSplit
 from llm_serving.routing.router import Router
 from llm_serving.routing.sources import replica_sources
 from llm_serving.scheduler.scheduler import Scheduler
+from support.fake_device import FakeDevice
 from support.fakes import FakeDetokenizer, FakeExecutor, RecordingLog, RecordingMetrics, make_limits, make_request
+from support.handed_memory import HandedMemory
 
 
 class ReplicatedEngine:
@@ -39,9 +41,13 @@ class ReplicatedEngine:
         if roles is not None:
             pool, size = HandOverPool(8, self.limits.cache_namespace), self.limits.block_size
             split = PrefillSplit(roles, pool, PromptThreshold(size, 10), size)
+            memory = HandedMemory(pool.num_blocks, size)
         self.schedulers = [Scheduler(self.limits) for _ in range(num_replicas)]
         self.router = Router(self.schedulers, routing, split)
         self.executors = [FakeExecutor(self.limits, ready=ready) for _ in range(num_replicas)]
+        if roles is not None:
+            for executor in self.executors:
+                executor.device = FakeDevice(self.limits, handed=memory)
         self.log, self.metrics = RecordingLog(), RecordingMetrics()
         self.requests = RequestLog(self.log, self.metrics)
         self.outputs: dict[str, list[RequestOutput]] = {}

@@ -17,6 +17,7 @@ from llm_serving.routing.placement import Routing
 from llm_serving.routing.prefill_split import PrefillSplit
 from llm_serving.routing.router import Router
 from llm_serving.routing.sources import ReplicaSource, replica_sources
+from llm_serving.scheduler.lifecycle import _has_foreign_blocks
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepReason, StepResult
 from llm_serving.scheduler.scheduler import Scheduler
@@ -269,13 +270,27 @@ class RoutedSimulation(SimulatedClients):
         self.take_ended()
         self.check()
 
-    def distrust(self, index: int) -> None:
-        """Lets the engine distrust all blocks that a replica has computed, as after a failed self-check."""
+    def distrust(self, index: int, *, recompute: bool = False) -> None:
+        """Lets the engine distrust all blocks that a replica has computed, as after logits that are not finite.
+
+        With ``recompute``, as after a failed self-check. All blocks that must not be used any more then get random
+        contents.
+        """
+        held = [(each, one) for each, inner in enumerate(self.inner) for one in inner._running.holders]
+        foreign = [pair for pair in held if recompute and _has_foreign_blocks(pair[1])]
+        tables = {id(one): list(one.block_table) for _, one in held}
         for replica in self.replicas:
             if replica.store is not None:
                 replica.store.distrust()
-        self.replicas[index].scheduler.distrust_blocks()
+        self.replicas[index].scheduler.distrust_blocks(self.now, recompute=recompute)
+        for place, replica in enumerate(self.replicas):
+            others = [one for each, one in held if each == place and (each, one) not in foreign]
+            used = {block for one in others for block in tables[id(one)]}
+            spoilt = {block for each, one in foreign if each == place for block in tables[id(one)]}
+            replica.device.spoil_blocks(spoilt - used)
         self.seen["distrusted"] += 1
+        self.seen["restarted"] += len(foreign)
+        self.check()
 
     def revive(self, index: int) -> None:
         if not self.replicas[index].is_ready:

@@ -55,7 +55,8 @@ def _describe_call(event: Event) -> str:
     if isinstance(event, Granted):
         return f"request {event.number} gets {len(event.blocks)} blocks of the hand-over pool"
     if isinstance(event, Distrusted):
-        return "the prefix cache is emptied, because some blocks may have wrong values"
+        more = "; sequences with blocks of other replicas are computed again" if event.recompute else ""
+        return f"the prefix cache is emptied, because some blocks may have wrong values{more}"
     if isinstance(event, Scheduled):
         if event.step is None:
             wakeup = "" if event.wakeup is None else f", call again at {event.wakeup:.6f}"

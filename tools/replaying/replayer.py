@@ -207,7 +207,7 @@ class _Replayer:
         elif isinstance(event, Granted):
             self._scheduler.grant_hand_over(self._id_of(event.number), event.blocks)
         elif isinstance(event, Distrusted):
-            self._scheduler.distrust_blocks()
+            self._scheduler.distrust_blocks(event.now, recompute=event.recompute)
         elif isinstance(event, Scheduled):
             self._schedule(event)
         elif isinstance(event, Completed):
