@@ -176,6 +176,8 @@ class _Reload(Generic[V]):
         model.state = ModelState.UNLOADING
         model.change = self._transitions.keep(self._end_then_start(adapters))
         await asyncio.wait((model.change,))
+        # A task of its own, because the caller refers to the old version until this method has returned.
+        self._transitions.keep(asyncio.to_thread(return_free_memory))
         if model.state is ModelState.FAILED:
             raise ModelStateError(f"The old version has ended, and the new one does not start: {model.error}")
         self._note()

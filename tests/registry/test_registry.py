@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -285,6 +288,26 @@ def test_the_main_model_may_drain_first_and_the_server_goes_on(tmp_path: Path) -
         assert models.registry.end_reason == "no memory left for the agent"
 
     play(script, tmp_path, {})
+
+
+@pytest.mark.parametrize("drain_first", [False, True])
+def test_the_memory_of_a_replaced_version_is_freed_although_its_objects_form_a_cycle(
+    tmp_path: Path, drain_first: bool
+) -> None:
+    async def script(models: Models) -> None:
+        (await models.registry.acquire(models["a"])).release()
+        engine: Any = models["a"].version.engine  # type: ignore[union-attr]
+        engine.itself = engine  # real engines form cycles, too
+        freed = weakref.ref(engine)
+        del engine
+        await models.registry.reload(models["a"], None, drain_first=drain_first)
+        await until(lambda: freed() is None)
+
+    gc.disable()  # the garbage collector might free the version by chance
+    try:
+        play(script, tmp_path, {"a": 5 if drain_first else 3})
+    finally:
+        gc.enable()
 
 
 def test_a_version_that_is_too_large_is_refused_before_the_old_one_ends(tmp_path: Path) -> None:
