@@ -78,7 +78,7 @@ class ExchangeBridge:
         patience_s: float = SERVER_PATIENCE_S,
         unreached_limit_s: float = UNREACHED_LIMIT_S,
     ) -> None:
-        """``note`` writes a line to the log of the node. Threads call it.
+        """``note`` writes a line to the log of the node. Several threads call it.
 
         ``patience_s`` is the time without data and beats after which a connection counts as broken.
         """

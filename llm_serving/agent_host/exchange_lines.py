@@ -54,7 +54,7 @@ class FlagLines:
         return int(self._words[line // 4 + _SIZE_WORD + value % 2])
 
     def publish(self, line: int, value: int) -> None:
-        """Sets the counter and wakes the agents that wait for it. They see all that this thread wrote before."""
+        """Sets the counter and wakes the agents that wait for it. They then see all earlier writes of this thread."""
         _order_memory()
         self._words[line // 4] = value
         self._call(line, _WAKE, _ALL, None)

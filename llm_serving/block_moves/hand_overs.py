@@ -130,7 +130,7 @@ class HandOvers(BlockMover):
         return self._copy_in() if self._arriving is not None or self._state.swapped else None
 
     def take_computed(self, sequences: list[Sequence]) -> None:
-        """Makes a sequence leave if another replica decodes it, its prompt is computed and its first token is known."""
+        """Makes sequences with a computed prompt and a first token leave, if another replica must decode them."""
         running = self._state.running
         for sequence in sequences:
             if sequence.hand_over is not HandOverState.WANTED or sequence.state is not SequenceState.RUNNING:

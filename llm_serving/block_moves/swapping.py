@@ -152,7 +152,7 @@ class Swapper(BlockMover):
         return self._send(moves, sequences, StepReason.SWAP_IN) if moves else None
 
     def _resume(self, sequence: Sequence) -> None:
-        """Lets a sequence whose blocks are back on the device decode, or continue its prefill."""
+        """Continues a sequence whose blocks are back on the device: it decodes, or continues its prefill."""
         if sequence.request.output_token_ids and sequence.num_uncomputed_tokens == 1:
             self._state.running.end_prefill(sequence)
         else:

@@ -43,7 +43,7 @@ class BlockKey:
 
 @dataclass(frozen=True, slots=True)
 class WantedBlocks:
-    """A question to the tiers: which of these blocks of a waiting request do they have?"""
+    """The scheduler's question to the tiers: which of these blocks of a waiting request do the tiers have?"""
 
     request_id: str
     first: int
@@ -279,11 +279,14 @@ class SchedulerTiers:
     _tiers: TierMoves | None
 
     def fresh_blocks(self, limit: int) -> list[BlockKey | None]:
-        """Returns the first ``limit`` committed blocks that the tiers were not offered yet. Changes nothing."""
+        """Returns up to ``limit`` newly computed blocks that the tiers have not replied to yet. Changes nothing."""
         return [] if self._tiers is None else self._tiers.fresh_blocks(limit)
 
     def store_blocks(self, hosts: Iterable[int]) -> None:
-        """Receives the tiers' reply for the first offered blocks: a host block for each, or ``NO_HOST_BLOCK``."""
+        """Receives the tiers' reply to the first blocks that ``fresh_blocks`` returned.
+
+        ``hosts`` has the host block to which each block must be copied, or ``NO_HOST_BLOCK`` for no copy.
+        """
         assert self._tiers is not None, "only tiers store blocks"
         self._tiers.store_blocks(list(hosts))
 

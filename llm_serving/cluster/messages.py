@@ -247,7 +247,7 @@ class AdapterPart(LinkMessage, frozen=True, tag="adapter_part"):
 
 
 class TilePart(LinkMessage, frozen=True, tag="tile_part"):
-    """Server to node: bytes of the tile in place ``place`` of the memory of tiles, from byte ``begin`` on."""
+    """Server to node: bytes of the tile with the index ``place`` in the memory of tiles, from byte ``begin`` on."""
 
     place: UInt
     begin: UInt

@@ -20,7 +20,7 @@ MAX_MODEL_FILES = 4096
 
 @cache
 def own_program() -> Program:
-    """Returns versions of this program and a digest of its Python files, which are read once."""
+    """Returns the versions of this program and a digest of its Python files. Only the first call reads the files."""
     digest = hashlib.sha256()
     for file in sorted(file for package in _PACKAGES for file in (_ROOT / package).rglob("*.py")):
         digest.update(f"{file.relative_to(_ROOT)}\0".encode() + file.read_bytes())

@@ -181,7 +181,7 @@ class RemoteGroup:
     def send_blocks(self, target: RemoteGroup, pairs: Pairs, done: Done) -> None:
         """Lets the node send blocks of its hand-over pools to the node of another group.
 
-        ``pairs`` lists the blocks. ``done`` is called once, by the executor's thread (``handover.transport``).
+        ``pairs`` lists the blocks. ``done`` is called once at the end, by the engine thread.
         """
         if self._is_closed or not target.is_ready or not self.is_ready:
             done(TransferError("the agents of a replica were lost before its blocks were sent"))

@@ -231,7 +231,7 @@ class AgentGroup:
 
 
 def _started_cluster(place: ClusterPlace, part: GroupPart | None, log_path: Path) -> HcclCluster | None:
-    """Starts the cluster of the group's agents. Returns None if another machine starts it."""
+    """Starts the scheduler process of the group's MindSpore cluster. Returns None if another machine starts it."""
     if part is not None:
         if part.reserved is None:
             return None

@@ -60,7 +60,7 @@ class AgentLost:
 
 @dataclass(frozen=True, slots=True)
 class AgentLeaving:
-    """The agents' machine is drained. The engine sends no new requests, and calls ``release`` after the last one."""
+    """The agents' machine is drained. The engine sends it no new requests, and calls ``release`` when none is left."""
 
 
 @dataclass(frozen=True, slots=True)

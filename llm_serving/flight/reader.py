@@ -241,7 +241,10 @@ class Segment:
     file: Path
     header: SegmentHeader
     state: dict[str, Any]
-    """The scheduler's state at the start: ``{"new": True}``, ``{"missing": reason}`` or the state itself."""
+    """The scheduler's state at the start of the segment.
+
+    ``{"new": True}`` if the scheduler was new, and ``{"missing": reason}`` if the state was not saved.
+    """
     records: list[list[Any]]
     is_torn: bool
     """True if the file ends within a frame, so that its last records are lost."""

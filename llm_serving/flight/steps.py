@@ -53,7 +53,7 @@ class RecordedStep:
     do_sample: list[bool]
     sample_positions: list[int]
     blocks: list[tuple[int, int, list[int]]]
-    """(index of the sequence, first place, block ids) of each change of a block table."""
+    """For each changed block table: (index of the sequence, index of the first new block in the table, new blocks)."""
     moves: list[BlockMove] = field(default_factory=list)
     restarts: list[int] = field(default_factory=list)
     histories: list[int] = field(default_factory=list)

@@ -24,7 +24,7 @@ _MAX_DIGESTS_BYTES = 1 << 20
 
 
 def weights_state(config: Config) -> list[str]:
-    """Returns path, inode, size and times of each weight file. If a file changes, its entry changes."""
+    """Returns path, inode, size and times of each weight file. If a file changes, its element of the list changes."""
     return [_identity(file) for file in _weight_files(config)]
 
 

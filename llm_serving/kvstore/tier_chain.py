@@ -105,7 +105,7 @@ class TierChain:
 
 
 class _Countdown:
-    """Calls ``done`` when this object has been called ``number`` times. Any threads may call it."""
+    """An object that calls ``done`` when it has been called ``number`` times. Any thread may call it."""
 
     def __init__(self, number: int, done: Callable[[], None]) -> None:
         self._left = number
