@@ -279,8 +279,8 @@ class Config:
     def max_num_batched_tokens(self) -> int:
         """Maximum number of tokens in a step.
 
-        It is the configured limit, unless the sequences of a step can never have as many tokens. It is then the maximum
-        number of tokens that they can have.
+        It is the smaller of two numbers: the configured limit, and the tokens that the sequences of a prefill step can
+        have. It is at least the number of sequences of a decode step.
         """
         limit = self.scheduler_config.max_num_batched_tokens or max(self.model_config.seq_length)
         return max(min(limit, self.max_prefill_seqs * self.max_model_len), self.max_decode_seqs)

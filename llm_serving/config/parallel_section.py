@@ -12,7 +12,8 @@ LOCAL, NODES, RAY = "local", "nodes", "ray"
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
 """Values of ``roles``: the steps that a replica computes."""
 TCP, RDMA, ASCEND, MOONCAKE = "tcp", "rdma", "ascend", "mooncake"
-"""Values of ``hand_over_transport`` (``TCP`` and ``MOONCAKE``) and of ``mooncake_protocol``."""
+"""``TCP`` and ``MOONCAKE`` are values of ``hand_over_transport``. All but ``MOONCAKE`` are values of
+``mooncake_protocol``."""
 MAX_SENT_BLOCKS = 1 << 14
 """Maximum number of blocks of one transfer between nodes. Limits the size of a message to a node."""
 

@@ -14,7 +14,7 @@ from llm_serving.sampling_params import PARAMETERS
 
 FILE = "generation_config.json"
 FROM_MODEL, NO_DEFAULTS = "model", "none"
-"""Values of ``serving_config.generation_config`` that are no path."""
+"""Values of ``serving_config.generation_config``: use the model folder's defaults, or none. Other values are paths."""
 MAX_BYTES = 1024 * 1024
 _REMEDY = "correct the file, or set serving_config.generation_config: none"
 

@@ -1,6 +1,7 @@
-"""An artificial device: the CPU acts as a device with a queue of launches.
+"""An artificial device: a thread on the CPU that runs graphs asynchronously, as an accelerator does.
 
-A launch returns immediately, and a thread runs the queued launches in their order. ``queue`` implements this thread.
-``ops`` connects it to the native op table, so that the agent runs steps ahead (``agent.run_ahead``) on a machine
-without an Ascend. Tests and ``performance/bench_step_ahead.py`` use the artificial device.
+A launch of a graph only adds the graph to a queue and returns. The thread runs the queued graphs in order (module
+``queue``). The module ``ops`` makes the native operators use this thread. The agent can then launch a step before the
+previous step has ended (``agent.run_ahead``), on a machine without an Ascend. Tests and
+``performance/bench_step_ahead.py`` use the artificial device.
 """

@@ -1,4 +1,4 @@
-"""The native op table of a CPU whose graphs run on an artificial device (``queue.ArtificialDevice``).
+"""The CPU's native op table, changed so that its graphs run on an artificial device (``queue.ArtificialDevice``).
 
 MindSpore must be set up before this module is imported.
 """
@@ -31,9 +31,9 @@ class ArtificialHooks(NativeCpuHooks):
 
 
 class ArtificialOps(NativeCpuOps):
-    """A native op table whose graphs run on the artificial device ``device``.
+    """The CPU's native op table, but its graphs run on the artificial device ``device``.
 
-    ``traits`` lets the agent launch steps ahead. A subclass can change ``traits``.
+    With ``traits.runs_ahead``, the agent launches a step before the previous step has ended.
     """
 
     traits: ClassVar[DeviceTraits] = replace(NativeCpuOps.traits, runs_ahead=True)

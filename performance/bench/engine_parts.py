@@ -23,7 +23,7 @@ PROMPT_TOKENS = 64
 BLOCK_SIZE = 16
 WARM_UP_STEPS = 20
 FIRST_TOKEN_ID = 300
-"""The smallest sampled id. Larger ids are plain text in the embedded model's vocabulary."""
+"""Smallest token id in prompts and outputs. From this id on, the embedded model's vocabulary has only plain text."""
 
 
 class Stopwatch:
@@ -45,9 +45,9 @@ class Stopwatch:
 
 
 class InstantExecutor:
-    """An executor without agents, which writes, encodes, decodes and reads steps in private memory, as the server does.
+    """An executor without agents. It writes step slots and encodes messages as the server does, but in private memory.
 
-    ``poll`` completes the oldest step in flight. ``device_seconds`` is the time of the simulated device.
+    ``poll`` completes the oldest step in flight. ``device_seconds`` is the time that the simulated device has used.
     """
 
     def __init__(self, limits: SlotLimits, stopwatch: Stopwatch, evict_mib: int) -> None:

@@ -55,7 +55,7 @@ class ReplicaFigures:
 
 
 class _InTurn:
-    """Polls the executors one after the other."""
+    """Polls one executor at each call, in rotation."""
 
     def __init__(self, executors: Sequence[InstantExecutor]) -> None:
         self._executors = executors

@@ -244,7 +244,8 @@ def _transfer_rates(
 ) -> dict[str, float]:
     """Sends all blocks of the first pool to the second one, and the same number of bytes through a bare socket.
 
-    ``carriers`` are those of the sender and of the receiver. Prints and returns both rates in GB/s.
+    ``carriers`` move the contents of the blocks: the first at the sender, the second at the receiver. Prints and
+    returns both rates in GB/s.
     """
     source, target = pools
     count, block_bytes = source.blocks.shape

@@ -53,7 +53,7 @@ ORDERS = [
     "Order 951 of Pierre Dubois, 3 Rue des Fleurs, Lyon: four oak tables at 300 euros. Payment by invoice. Delivery on "
     "Tuesday.",
 ]
-"""Orders with different facts, so that few values of a response are those of the response before."""
+"""Orders with different facts, so that two consecutive responses have few values in common."""
 CODE = """def mean_of_values(values):
     total = 0.0
     count = 0

@@ -1,11 +1,11 @@
 """Measures how well the host's work for a decode step overlaps with the device's work (``agent.run_ahead``).
 
-The CPU acts as a device with a queue (``performance/artificial_device``), on which a launch takes --device-ms. The host
-needs --host-ms for each step: two thirds for the launch and one third for the result. The agent's worker runs the
-steps, two at a time, first with steps ahead and then without. The period is the time from the end of one step to the
-end of the next. With steps ahead, the period should be equal to the device's time for a step. Both times are medians,
-so that other programs on the machine disturb them less. The exit code is 1 if the period exceeds --limit times the
-device's time.
+The CPU acts as a device with a queue (``performance/artificial_device``), on which a step takes --device-ms. The host
+needs --host-ms for each step: two thirds for the launch and one third for the result. The agent's worker always has two
+steps. In the first run ("steps ahead"), it launches the second step before the first has ended. In the second run, it
+waits for the result of each step. The period is the time from the end of one step to the end of the next. With steps
+ahead, the period should be equal to the device's time for a step. Both times are medians, so that other programs on the
+machine disturb them less. The exit code is 1 if the period exceeds --limit times the device's time.
 
 With --tensor-parallel, several agents share the model, each with its own artificial device. The figures are those of
 the first agent, which samples. Its device also waits for the sums of the other devices.
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report(parsed: argparse.Namespace, measured: Sequence[tuple[list[Span], list[Busy]]]) -> int:
-    """Prints the figures of each element of ``RUNS_AHEAD``. Returns the exit code, as ``main`` does."""
+    """Prints the figures of the run with steps ahead and of the run without. Returns the exit code of ``main``."""
     rows, results = [], []
     for runs_ahead, (spans, periods) in zip(RUNS_AHEAD, measured, strict=True):
         busy = median(each.end - each.start for each in periods)

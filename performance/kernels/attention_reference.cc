@@ -45,7 +45,8 @@ struct Held {
   int64_t element(const RotaryAttentionArgs& args, int64_t d) const {
     return is_key ? key_element(args, row, d) : value_element(args, row, d);
   }
-  // Returns the number to XOR with each stored int8. In units of 4 bytes, the cache has keys with a flipped sign bit.
+  // Returns the number to XOR with each stored int8. If the cache has units of 4 bytes, int8 keys have a flipped sign
+  // bit, and the number flips this bit back. Otherwise the number is 0.
   char bias(const RotaryAttentionArgs& args) const {
     return static_cast<char>(is_key && cache_has_units(args) ? kKeyBias & 0xFF : 0);
   }

@@ -27,8 +27,8 @@ struct Routes {
   bool records = false;
   std::vector<int32_t> chosen;    // expert ids of all recorded rows, one row after the other
   std::vector<int32_t> followed;  // expert ids of an earlier run, or empty if no choice is replaced
-  // If a row must use an expert of the earlier run instead of its own choice, the router logits of the two experts
-  // differ. This is the largest difference of all rows.
+  // How far replaced choices were from a tie. For a row, this is the smallest router logit of the experts that it
+  // chose, minus the smallest of the experts of the earlier run. This field is the largest value of all rows.
   float widest_margin = 0;
 };
 Routes routes;

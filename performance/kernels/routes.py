@@ -21,8 +21,10 @@ class Routes:
     chosen: list[int] = field(default_factory=list)
     """The experts of each row, layer after layer and step after step."""
     widest_margin: float = 0.0
-    """If a row must use an expert of the earlier run instead of its own choice, the router logits of the two experts
-    differ. This is the largest difference of all rows.
+    """How far replaced choices were from a tie. 0 if no choice was replaced.
+
+    For a row, this is the smallest router logit of the experts that it chose, minus the smallest of the experts of the
+    earlier run. This field is the largest value of all rows.
     """
 
 

@@ -67,8 +67,9 @@ QUOTA_SHARE = 0.1
 """Quota per minute of a heavy key, as a fraction of the peak goodput."""
 QUOTA_IN_FLIGHT = 8
 PEAK_STEPS = (0.85, 1.0, 1.15, 1.3)
-"""The request rates that are measured to find the peak of the goodput. They are multiples of a first estimate: the
-goodput at the rate that was doubled last (see ``KEPT_SHARE``).
+"""The request rates that are measured to find the peak of the goodput, as multiples of a first estimate.
+
+The estimate is the goodput at the first rate that the server cannot keep up with (see ``KEPT_SHARE``).
 """
 MAX_FURTHER_STEPS = 4
 KEPT_SHARE = 0.9

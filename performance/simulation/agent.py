@@ -76,8 +76,8 @@ class VirtualAgent:
         self._noise_s = 0.0
         """Seconds by which random noise has lengthened all steps so far.
 
-        The noise model gets the time at which the step would begin without this noise: the virtual time minus these
-        seconds. Then a slow period contains as many steps as in the measurement.
+        These seconds are subtracted from the virtual time before it is passed to the noise model. The model therefore
+        gets the times of a run without noise, and a slow period contains as many steps as in the measurement.
         """
         self._queue: list[_Queued] = []
         self._running: _Queued | None = None

@@ -342,7 +342,10 @@ class VirtualCluster(VirtualServer):
         return clock
 
     def _send_all(self, index: int, now: float, clock: float) -> float:
-        """Sends all steps that the scheduler of replica ``index`` has, over the link of its node."""
+        """Sends all steps that the scheduler of replica ``index`` has, over the link of its node.
+
+        ``clock`` is the virtual time at which the engine thread begins. Returns the time at which it has sent them.
+        """
         host, replica, store = self._host, self._replicas[index], self._stores[index]
         source: Any = replica.source
         if store is not None:

@@ -67,7 +67,7 @@ def run_text(simulated: SimulatedRun) -> str:
 
 
 def _hand_over_lines(outcome: Outcome) -> list[str]:
-    """Returns a line about hand-overs between replicas. [] without roles."""
+    """Returns a line about hand-overs between replicas, or no line if the replicas have no roles."""
     figures = outcome.hand_overs
     if not figures:
         return []

@@ -26,11 +26,12 @@ __all__ = ["Spread", "SpreadDraws", "lasting_part"]
 NEAREST_S, FARTHEST_S, CLASSES = 0.01, 2.56, 8
 """Pairs of steps are grouped by their distance: the seconds between their starts, from NEAREST_S to FARTHEST_S.
 
-Each of the CLASSES classes of distances is twice as wide as the previous one. Pairs with other distances are not used.
-Nearer pairs are all consecutive steps. Beyond FARTHEST_S, the times of the two steps no longer depend on each other.
+There are CLASSES groups. Each covers a range of distances that is twice as wide as the previous range. Pairs outside
+all ranges are not used. Steps that begin less than NEAREST_S apart are always consecutive steps. Beyond FARTHEST_S, the
+times of the two steps no longer depend on each other.
 """
 MIN_PAIRS = 100
-"""Minimum number of pairs of steps in a class of distances. Classes with fewer pairs are ignored."""
+"""Minimum number of pairs of steps in a group of distances. Groups with fewer pairs are ignored."""
 DECAY_TIMES_S = np.geomspace(0.01, 2.0, 107)
 """Values that the fit tries for the time in which the machine's state decays. Neighbouring values differ by 5 %."""
 

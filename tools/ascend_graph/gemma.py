@@ -18,7 +18,7 @@ _TANH = 1
 
 
 class GemmaRules:
-    """Finds norms, sums, gates and rotary tables that do not belong to their place in a layer."""
+    """Finds norms, sums, gates and rotary tables in the wrong place in a layer."""
 
     def __init__(self, wiring: Wiring, shape: ModelShape, dtype: str) -> None:
         """``dtype`` is the short name of the activations' type."""
@@ -40,11 +40,14 @@ class GemmaRules:
         return {"RmsNorm": 6 * layers + is_last, "AddRmsNorm": 0, "Swiglu": 0, "GeluExt": layers}
 
     def num_sums(self, *, is_last: bool) -> int:
-        """Number of ``Add`` that compute the residual stream. A Llama has ``AddRmsNorm`` in their place."""
+        """Returns how many nodes ``Add`` compute the residual stream. A Llama uses ``AddRmsNorm`` for this."""
         return 2 * self._shape.num_layers - (not is_last)
 
     def rotary_problems(self, node: Node) -> Iterator[str]:
-        """Yields an error unless layers with a window, and only they, use the second rotary embedding."""
+        """Yields an error if a layer uses the wrong one of the model's two rotary embeddings.
+
+        Layers with a sliding window use the local rotary embedding, and all other layers use the global one.
+        """
         assert node.layer is not None, "each rotary embedding belongs to a layer"
         wanted = "local_rotary." if self._shape.is_local(node.layer) else "rotary."
         for operand in self._wiring.operands(node)[2:4]:
@@ -135,7 +138,10 @@ class GemmaRules:
         return None
 
     def _half_of(self, operand: Operand) -> int | None:
-        """Returns which result of SplitWithSize an operand is. The result may be reshaped."""
+        """Returns the index of an operand among the results of SplitWithSize, or None if it is not one of them.
+
+        The result may be reshaped.
+        """
         node = self._wiring.node_of(operand)
         while node is not None and node.primitive == "Reshape":
             operand = self._wiring.operands(node)[0]

@@ -122,9 +122,9 @@ class _Lister:
     def _find_sections(self) -> dict[str, str | int]:
         """Returns the section of each node by the node's name: ``step``, a layer's index, or ``output``.
 
-        A node that uses only inputs of the graph and constants, directly or through other nodes, belongs to ``step``,
-        even if its name is in a layer. Every other node that a layer names belongs to this layer. A node outside the
-        layers belongs to ``output`` if it uses results of a layer, otherwise to ``step``.
+        A node that depends only on inputs of the graph and constants belongs to ``step``, even if a layer contains it.
+        Every other node in a layer belongs to this layer. A node outside the layers belongs to ``output`` if it depends
+        on a layer, otherwise to ``step``.
         """
         from_inputs: dict[str, bool] = {}
         behind: dict[str, bool] = {}

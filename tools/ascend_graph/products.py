@@ -47,7 +47,10 @@ class ProductRules:
 
     @property
     def hold_biases(self) -> bool:
-        """True if the biases of the decoder layers are part of the weights' sum offsets, so that no Add is needed."""
+        """True if the decoder layers need no Add for their biases.
+
+        This is so with static inputs: a product adds a stored vector (sum offsets), which then includes the bias.
+        """
         return self._forms.layers.holds_bias
 
     def problems(self, node: Node) -> Iterator[str]:

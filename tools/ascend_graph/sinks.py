@@ -17,10 +17,10 @@ SINK_PRIMITIVES = frozenset({"FusedInferAttentionScore", "Maximum", "Minimum", "
 _BSH = 0
 """The value of FusedInferAttentionScore's setting ``input_layout`` that stands for the layout BSH (MindSpore 2.9)."""
 _MASK, _LENGTHS, _TABLE = 4, 6, 14
-"""Places of operands of FusedInferAttentionScore."""
+"""Indices of three operands of FusedInferAttentionScore: the mask, the lengths, and the block table."""
 _SETTINGS = {"num_heads": 24, "scale_value": 25, "input_layout": 28, "num_key_value_heads": 29, "block_size": 32,
              "softmax_lse_flag": 34}  # fmt: skip
-"""Places of settings of FusedInferAttentionScore."""
+"""For each setting of FusedInferAttentionScore: its index among the operands."""
 
 TypeOf = Callable[[Operand], TensorType | None]
 
@@ -54,7 +54,7 @@ class SinkRules:
 
     @property
     def num_sums(self) -> int:
-        """Number of ``Add`` of the routers' biases and of the experts' activation."""
+        """Number of ``Add`` nodes: each layer has one for the router's bias, and one in the experts' activation."""
         return 2 * self._shape.num_layers
 
     def _attention_problems(self, node: Node) -> Iterator[str]:
@@ -102,7 +102,10 @@ class SinkRules:
             yield f"{name} is {None if source is None else source.name}, not the {name} of layer {node.layer}"
 
     def _mask_problems(self, node: Node, mask: Operand) -> Iterator[str]:
-        """Yields an error unless layers with a window, and only they, hide the keys before the window."""
+        """Yields an error if the mask does not fit the layer.
+
+        In a layer with a sliding window, the mask must hide the keys before the window. All other layers have no mask.
+        """
         assert node.layer is not None, "each attention belongs to a layer"
         window, greater = self._shape.window_of(node.layer), self._wiring.node_of(mask)
         if not window:
@@ -128,7 +131,10 @@ class SinkRules:
             yield f"attn_mask does not compare with all positions of the keys, from 0 to {self._positions - 1}"
 
     def _written(self, node: Node, operand: Operand) -> Operand | None:
-        """Returns the value that waits for the layer's write of the cache. None if ``operand`` does not wait."""
+        """Returns the value of ``operand`` without the Depend that makes it wait for the layer's write of the cache.
+
+        Returns None if ``operand`` does not wait for the write.
+        """
         depend = self._wiring.node_of(operand)
         if depend is None or depend.primitive != "Depend":
             return None
@@ -193,7 +199,8 @@ class SinkRules:
             yield "up is not the second half of SplitWithSize"
 
     def _factors(self, node: Node) -> Operand | None:
-        """Returns the other factor of the only product that reads the result of a node, or None."""
+        """Returns the factor by which the result of a node is multiplied, or None unless exactly one product uses it.
+        """
         products = [each for each in self._users(node) if each.primitive == "Mul"]
         if len(products) != 1:
             return None
@@ -211,8 +218,9 @@ class SinkRules:
         return self._behind(operand, "Reshape") or operand
 
     def _behind(self, operand: Operand, *primitives: str) -> Operand | None:
-        """Returns the first operand of a chain of primitives, from the last of them to the first. None if a primitive
-        is missing.
+        """Goes back through the nodes that compute ``operand``, and returns the first operand of the last node reached.
+
+        ``primitives`` are the expected primitives of these nodes. Returns None if a node has another primitive.
         """
         for primitive in primitives:
             node = self._wiring.node_of(operand)

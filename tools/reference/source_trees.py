@@ -15,9 +15,9 @@ def syntax_tree(path: Path) -> ast.Module:
 def parsed(text: str) -> ast.Module:
     """Returns the syntax tree of a Python text.
 
-    CPython 3.11 has one counter of the depth for all trees under construction (its global AST state). A garbage
-    collection inside ``ast.parse`` may call a finalizer that parses too, or let another thread run that does. Then a
-    call fails with "AST constructor recursion depth mismatch". Therefore no collection runs here.
+    The garbage collector is off meanwhile. CPython 3.11 counts the recursion depth of all running ``ast.parse`` calls
+    in one global counter. A collection inside a call can start a second call, in a finalizer or in another thread. Then
+    a call fails with "AST constructor recursion depth mismatch".
     """
     was_enabled = gc.isenabled()
     gc.disable()

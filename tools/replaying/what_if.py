@@ -45,7 +45,8 @@ class DeviceModel:
 
     fit: StepFit
     latency_s: float
-    """Median seconds that a step is transferred to the agent and back. Queue and run are not included."""
+    """Median seconds for the transfer of a step to the agent and of its result back, without the time in queue and run.
+    """
 
     @property
     def device(self) -> CostModel:

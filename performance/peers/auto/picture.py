@@ -14,7 +14,7 @@ FONT = 'font-family="DejaVu Sans, Helvetica, Arial, sans-serif"'
 COLOURS = ("#1565c0", "#ef6c00", "#2e7d32", "#6a1b9a", "#c62828", "#00838f", "#9e9d24", "#5d4037", "#ad1457", "#455a64")
 WARNING = "#c62828"
 MIN_SCALE = 2.5
-"""Minimum end of the axis of ratios. The axis is longer if a ratio is larger."""
+"""Largest ratio on the horizontal axis. If a measured ratio is larger, the axis ends at this ratio instead."""
 _UNIT, _LEFT, _BAR, _TOP = 170, 150, 16, 60
 _ROW, _LINE = _BAR + 8, 18
 """Heights in pixels of a bar and of a line of text, including the space below."""
