@@ -1,11 +1,14 @@
 """Loses nodes, agents and links under load, and compares every answer with the undisturbed text.
 
-    python tests/long/cluster_chaos.py --nodes 3 [--faults 16] [--seed 1] [--ray] [--roles]
+    python tests/long/cluster_chaos.py --nodes 3 [--faults 16] [--seed 1] [--ray] [--roles [--mooncake]] [--tiers]
+    python tests/long/cluster_chaos.py --nodes 4 --nodes-per-replica 2 [--tiers]
 
 A server has one replica of the tiny model on each node. All processes are on this machine and are connected by TLS. The
 faults: agents and nodes are killed and stopped, links are cut or carry nothing, nodes are drained, removed and added.
 With ``--ray``, Ray places the nodes, and its raylets are killed and stopped, too. With ``--roles``, the first replica
-has the role ``prefill`` and the others have ``decode``, so the blocks of most prompts travel between nodes.
+has the role ``prefill`` and the others have ``decode``, so the blocks of most prompts travel between nodes. With
+``--mooncake``, Mooncake moves their contents, and its process on a node is killed, too. With ``--tiers``, the replicas
+have KV tiers in host memory and in a folder. With ``--nodes-per-replica``, each replica has agents on several nodes.
 
 Prints a line for each fault with the seconds until the server noticed it, and until all replicas were ready again. The
 last line is JSON. Exits with 1 after an error in an answer, a wrong text, or a loss that was noticed after more than
@@ -34,28 +37,28 @@ from support.server_process import ServerProcess, running_server, shm_entries  #
 DETECTION_S = 3.0
 RECOVERY_S = 240.0
 WARM_UP_S = 2.0
-WITHOUT_LOSS = ("drained", "raylet stopped")
+WITHOUT_LOSS = ("drained", "raylet stopped", "mooncake killed")
 """Faults after which no agent is lost."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=3, help="number of nodes and replicas (default: 3)")
+    parser.add_argument("--nodes", type=int, default=3, help="number of nodes (default: 3)")
+    parser.add_argument("--nodes-per-replica", type=int, default=1, help="nodes of each replica (default: 1)")
     parser.add_argument("--faults", type=int, default=16, help="number of faults (default: 16)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--ray", action="store_true", help="let Ray place the nodes")
     parser.add_argument("--roles", action="store_true", help="separate prefill and decode")
+    parser.add_argument("--mooncake", action="store_true", help="with --roles: Mooncake moves the blocks")
+    parser.add_argument("--tiers", action="store_true", help="KV tiers in host memory and in a folder")
     arguments = parser.parse_args()
+    if arguments.nodes % arguments.nodes_per_replica:
+        parser.error(f"--nodes {arguments.nodes} is no multiple of --nodes-per-replica {arguments.nodes_per_replica}")
     with tempfile.TemporaryDirectory(prefix="cluster_chaos_") as name:
         folder = Path(name)
         rig = (RayRig if arguments.ray else OwnNodes)(folder, arguments.nodes)
         try:
-            settings = [
-                *rig.settings,
-                f"parallel_config.data_parallel={arguments.nodes}",
-                *("model_config.cpu_threads=1", "serving_config.agent_restart_limit=1000"),
-                *(role_settings(arguments.nodes) if arguments.roles else ()),
-            ]
+            settings = [*rig.settings, *settings_of(arguments, folder)]
             with running_server(folder / "server", settings, forks=False) as server:
                 rig.server = server
                 figures = run(server, rig, arguments)
@@ -67,19 +70,34 @@ def main() -> int:
     return 0 if figures["pass"] else 1
 
 
-def role_settings(num_nodes: int) -> list[str]:
-    """Returns the settings of a prefill replica and decode replicas. Prompts of at least 4 tokens are handed over."""
-    roles = ["prefill", *["decode"] * (num_nodes - 1)]
-    return [f"parallel_config.roles=[{', '.join(roles)}]", "parallel_config.prefill_threshold=4"]
+def settings_of(arguments: argparse.Namespace, folder: Path) -> list[str]:
+    """Returns the settings of the server. With roles, prompts of at least 4 tokens are handed over."""
+    span, num_replicas = arguments.nodes_per_replica, arguments.nodes // arguments.nodes_per_replica
+    settings = [
+        *(f"parallel_config.data_parallel={num_replicas}", "model_config.cpu_threads=1"),
+        "serving_config.agent_restart_limit=1000",
+    ]
+    if span > 1:
+        settings += [f"parallel_config.nodes_per_replica={span}", f"parallel_config.tensor_parallel={span}"]
+    if arguments.roles:
+        roles = ["prefill", *["decode"] * (num_replicas - 1)]
+        settings += [f"parallel_config.roles=[{', '.join(roles)}]", "parallel_config.prefill_threshold=4"]
+    if arguments.mooncake:
+        settings += ["parallel_config.hand_over_transport=mooncake", "parallel_config.mooncake_unprotected=true"]
+    if arguments.tiers:
+        settings += ["kv_tier_config.host_blocks=64", "kv_tier_config.loads=always"]
+        settings += [f"kv_tier_config.ssd_folder={folder / 'tiers'}"]
+    return settings
 
 
 def run(server: ServerProcess, rig: OwnNodes | RayRig, arguments: argparse.Namespace) -> dict[str, Any]:
     """Injects the faults under load. Returns the figures of the run."""
     rng, late, pids = random.Random(arguments.seed), [], set()
-    rounds = -(-arguments.faults // len(rig.kinds))
-    kinds = [kind for _ in range(rounds) for kind in rng.sample(rig.kinds, len(rig.kinds))]
+    possible = [*rig.kinds, *(["mooncake killed"] if arguments.mooncake else [])]
+    rounds = -(-arguments.faults // len(possible))
+    kinds = [kind for _ in range(rounds) for kind in rng.sample(possible, len(possible))]
     wait_until(lambda: all_ready(server))
-    load = ChaosLoad(server.url, arguments.seed, num_clients=2 * arguments.nodes)
+    load = ChaosLoad(server.url, arguments.seed, num_clients=2 * arguments.nodes // arguments.nodes_per_replica)
     with load:
         for kind in kinds[: arguments.faults]:
             time.sleep(WARM_UP_S)
@@ -95,14 +113,17 @@ def run(server: ServerProcess, rig: OwnNodes | RayRig, arguments: argparse.Names
     wrong = sum(not load.is_equal(answer) for answer in load.answers)
     for error in errors[:20]:
         print(f"  error: {error}")
-    hand_overs = server.wait_until_idle().get("hand_overs", {})
+    info = server.wait_until_idle()
+    hand_overs, tiers = info.get("hand_overs", {}), [each["kv_tiers"] for each in info["replicas"] if arguments.tiers]
     has_moved = not arguments.roles or hand_overs["completed"] > 0
+    hits = {name: sum(each["hits"][name] for each in tiers) for name in ("host", "ssd")}
+    has_moved = has_moved and (not arguments.tiers or hits["ssd"] > 0)
     has_leaked = bool(hand_overs) and hand_overs["pool_free_blocks"] != hand_overs["pool_blocks"]
     is_good = not errors and not wrong and not late and load.num_hung == 0 and has_moved and not has_leaked
     return {
         "nodes": arguments.nodes, "seed": arguments.seed, "faults": arguments.faults, "ray": arguments.ray,
         "answers": len(load.answers), "errors": len(errors), "wrong": wrong, "late": late, "hung": load.num_hung,
-        "hand_overs": hand_overs, "pids": pids, "pass": is_good,
+        "hand_overs": hand_overs, "tier_hits": hits, "pids": pids, "pass": is_good,
     }  # fmt: skip
 
 

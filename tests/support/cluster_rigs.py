@@ -40,6 +40,11 @@ def signal_agents(node: dict[str, Any], number: int) -> Restore:
     return lambda: None
 
 
+def is_mooncake(process: psutil.Process) -> bool:
+    """Returns True for a process with Mooncake's engine."""
+    return any("mooncake" in part for part in process.cmdline())
+
+
 class OwnNodes:
     """Nodes that are processes of this run, each behind a proxy. A killed node starts again at its address."""
 
@@ -67,6 +72,12 @@ class OwnNodes:
         process.agents()
         if kind.startswith("agent"):
             return signal_agents(node, signal.SIGKILL if kind == "agent killed" else signal.SIGSTOP)
+        if kind == "mooncake killed":
+            engines = [each for each in psutil.Process(process.pid).children() if is_mooncake(each)]
+            assert engines, node
+            for each in engines:
+                each.kill()
+            return lambda: None
         if kind == "node killed":
             process.send_signal(signal.SIGKILL)
             return lambda: self._start_again(number)
