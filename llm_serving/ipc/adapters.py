@@ -40,7 +40,10 @@ class AdapterModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AdapterMemory(NamedSegment):
-    """A shared-memory segment with one adapter. ``dtype`` is the NumPy type of the matrices; uint16 for bfloat16."""
+    """A shared-memory segment with one adapter.
+
+    ``dtype`` is the NumPy type of the matrices. NumPy has no bfloat16, so bfloat16 values are stored as uint16.
+    """
 
     def __init__(self, name: str, mapping: mmap.mmap, dtype: Any) -> None:
         super().__init__(name)
@@ -57,8 +60,8 @@ class AdapterMemory(NamedSegment):
         All matrices have the same type. Raises OSError if /dev/shm is too small.
         """
         sizes = [(each[2].nbytes, each[3].nbytes) for each in modules]
-        # The index contains the offsets of the matrices, and the offsets depend on the size of the index. So the size
-        # of an index with very large offsets is reserved.
+        # The index, a list of ``AdapterModule``, comes before the matrices and contains their offsets. These offsets
+        # depend on the size of the index. So the space before the matrices is that of an index with very large offsets.
         room = len(msgspec.msgpack.encode(_index(modules, 1 << 40, sizes)))
         start = _aligned(_LENGTH_BYTES + room)
         index = _index(modules, start, sizes)
@@ -76,7 +79,10 @@ class AdapterMemory(NamedSegment):
 
     @classmethod
     def create_empty(cls, num_bytes: int) -> AdapterMemory:
-        """Creates a segment of zeros for an adapter that arrives as bytes. Raises OSError if /dev/shm is too small."""
+        """Creates a segment of zeros for an adapter from another machine. ``write`` or ``read_from`` fills it later.
+
+        Raises OSError if /dev/shm is too small.
+        """
         with new_segment(num_bytes) as (name, mapping):
             memory = cls(name, mapping, np.uint8)
         memory.has_name = True

@@ -34,7 +34,7 @@ class BootstrapPipe:
     def read(self) -> Bootstrap:
         """Waits for the frame and returns its content.
 
-        Raises ProtocolError if the launcher ends before, or sends another message.
+        Raises ProtocolError if the launcher ends before it has sent the frame, or sends another message.
         """
         buffer = FrameBuffer()
         while True:

@@ -37,10 +37,11 @@ if TYPE_CHECKING:
 EXCHANGE_MAGIC = 0x0E8C4A6E
 EXCHANGE_VERSION = 2
 COLLECTIVE_BYTES = 512 * 1024
-"""Bytes of one collective buffer. Larger sums and gathers are computed in pieces of this size, for the CPU's cache."""
+"""Bytes of one collective buffer. Larger sums and gathers are computed in pieces of this size, which fit the CPU's
+cache."""
 COLLECTIVE_BUFFERS = 2
 RING_STEPS = 2
-"""Maximum number of steps that a stage may be ahead of the next one."""
+"""Maximum number of steps that a pipeline stage may be ahead of the next stage."""
 LINE_BYTES = 64
 _PAGE_BYTES = 4096
 _ELEMENT_BYTES = 4
@@ -93,24 +94,29 @@ class ExchangeLayout:
         return LINE_BYTES * (1 + self.group_size + member)
 
     def ring_written_line(self, border: int) -> int:
-        """Returns the offset of a counter: the number of steps that the pipeline stage before ``border`` has written.
+        """Returns the offset of a counter: the number of steps that the stage before ``border`` has put into the ring.
+
+        Border 0 is between the pipeline stages 0 and 1, border 1 between the stages 1 and 2.
         """
         return LINE_BYTES * (1 + 2 * self.group_size + border)
 
     def ring_read_line(self, member: int) -> int:
-        """Returns the offset of a counter: the number of steps that an agent of a later pipeline stage has read."""
+        """Returns the offset of a counter: the number of steps whose activations an agent has read from its ring.
+
+        ``member`` is the agent's rank in the group. Agents of the first pipeline stage read no ring.
+        """
         return LINE_BYTES * (1 + 2 * self.group_size + self.pipeline_parallel + member)
 
     @property
     def token_line(self) -> int:
-        """Offset of a counter: the number of steps whose sampled tokens are in ``tokens``."""
+        """Offset of a counter: the number of steps whose sampled tokens have been written to the exchange."""
         return LINE_BYTES * (1 + 3 * self.group_size + self.pipeline_parallel)
 
     @property
     def bell_line(self) -> int:
         """Offset of the bell, a counter. Each agent of this machine increments it after it has changed another counter.
 
-        So a process can wait for changes of all counters at once.
+        So a process can wait for a change of any counter.
         """
         return self.token_line + LINE_BYTES
 
@@ -138,7 +144,9 @@ class ExchangeLayout:
         return _to_pages(self.max_tokens * self.hidden_size * _ELEMENT_BYTES)
 
     def ring(self, border: int) -> int:
-        """Returns the offset of the activation ring between two pipeline stages, bytes [RING_STEPS, ring_step_bytes].
+        """Returns the offset of the activation ring between the pipeline stages ``border`` and ``border + 1``.
+
+        The ring consists of bytes [RING_STEPS, ring_step_bytes].
         """
         after = self.collective_buffers + self.group_size * self.collective_member_bytes
         return after + border * RING_STEPS * self.ring_step_bytes

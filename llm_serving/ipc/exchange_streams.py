@@ -39,17 +39,17 @@ class Stream:
     """Offset of the first place. The other places follow."""
     place_bytes: int = 0
     first: int = 0
-    """The counter's value after a piece was written to the first place."""
+    """A value of the counter that announces a piece in the first place."""
 
     def place(self, value: int) -> int:
         """Returns the offset of the piece that the counter announced with ``value``. The stream must have places."""
         return self.data + (value - self.first) % self.num_places * self.place_bytes
 
     def values_after(self, copied: int, value: int) -> Iterable[int]:
-        """Returns the values of the counter that must be copied next, in order. ``copied`` is the value that was copied
-        last, and ``value`` is the present value.
+        """Returns the values of the counter that must be copied to the other machine, in order, each with its piece.
 
-        For a stream without data, only the present value must be copied.
+        ``copied`` is the value that was copied last. ``value`` is the present value, and the last in the result. For a
+        stream without data, the result is only the present value.
         """
         count = min((value - copied) % _COUNTERS, max(1, self.num_places))
         return [(value - behind) % _COUNTERS for behind in reversed(range(count))]

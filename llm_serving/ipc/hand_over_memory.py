@@ -1,9 +1,9 @@
 """The hand-over pool in shared memory: blocks of computed prompts that move between replicas of one machine.
 
 Agents with the same rank within their replicas map the same segment. The server creates it once, and restarted agents
-map it again. It begins with a header of 64 bytes for each block. The blocks begin at the next page. A block consists of
-its parts of all KV cache arrays (keys or values of a layer), one after the other. So it can be sent to another machine
-in one piece.
+map it again. The segment begins with a header of 64 bytes for each block. The blocks begin at the next page. The KV
+cache is a list of arrays, each with the keys or the values of a layer. A block of the pool has the contents of one KV
+block in all these arrays, one after the other. So the block can be sent to another machine in one piece.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from llm_serving.model.parallel import local_shape
 Array = npt.NDArray[Any]
 
 STORED_HEADER_BYTES = 64
-"""The header of ``handover.header`` (32 bytes), the checksum (16 bytes), and unused bytes."""
+"""Bytes of the header of a stored block: 32 bytes from ``handover.header``, a checksum of 16 bytes, and unused bytes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,10 @@ class HandOverLayout:
 
     @classmethod
     def of(cls, config: Config, rank: int) -> HandOverLayout | None:
-        """Returns the layout for the agent ``rank`` of the whole model's ``config``. None if replicas have no roles."""
+        """Returns the layout for the agent ``rank`` of a replica. None if replicas have no roles.
+
+        ``config`` describes the whole model, not only the agent's part.
+        """
         if not config.num_hand_over_blocks:
             return None
         shape = local_shape(config.shape, config.shard(rank))

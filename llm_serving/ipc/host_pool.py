@@ -1,8 +1,8 @@
 """The host blocks of one agent in shared memory. The agent copies blocks between them and its KV cache, and the server
 moves them to KV tiers.
 
-The content is, for each array of the KV cache (keys or values of a layer), this array's part of all host blocks. Each
-array begins at a page. Without KV tiers, the host blocks are the agent's own memory, and this module is not used.
+The memory has one array for each array of the KV cache (keys or values of a layer), with this part of all host blocks.
+Each array begins at a page. Without KV tiers, the host blocks are the agent's own memory, and this module is not used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class HostPool(Protocol):
 
     @property
     def block_bytes(self) -> int:
-        """Size of a block in bytes, with the parts of all these agents."""
+        """Size of a block in bytes. It includes the parts of all agents whose blocks are in this pool."""
 
     def read(self, block: int) -> bytes | None:
         """Returns the content of a block. None if the machine with the blocks cannot be reached."""
@@ -37,15 +37,17 @@ class HostPool(Protocol):
 
     @property
     def is_usable(self) -> bool | None:
-        """True if blocks may be read and written. None until the weights on the machine of the agents were compared
-        with the server's. Any thread may read it, and never waits.
+        """Whether blocks may be read and written. None until the weights on the agents' machine have been compared.
+
+        False if that machine has other weights than the server, or if it cannot be used. Any thread may read this
+        property. Reading it never waits.
         """
 
     def expect_weights(self, digest: str, note: Callable[[str], None]) -> None:
-        """Starts to compare the weights on the machine of the agents with ``digest``, that of the server's weights.
+        """Starts to compare the weights on the agents' machine with ``digest``, the digest of the server's weights.
 
-        Returns immediately. Another thread calls ``note`` with a text if the blocks cannot be used. It calls ``note``
-        with an empty text when they can be used. A second call has no effect.
+        Returns immediately. Another thread reports the result to ``note``: an empty text if the blocks can be used,
+        otherwise the reason why they cannot. A second call of this method has no effect.
         """
 
 
@@ -60,7 +62,10 @@ class HostPoolLayout:
 
     @classmethod
     def of(cls, config: Config, rank: int) -> HostPoolLayout | None:
-        """Returns the layout for the agent ``rank``. None without KV tiers. ``config`` describes the whole model."""
+        """Returns the layout for the agent ``rank`` of a replica. None without KV tiers.
+
+        ``config`` describes the whole model, not only the agent's part.
+        """
         if not config.kv_tier_config.host_blocks:
             return None
         shape = local_shape(config.shape, config.shard(rank))
@@ -117,7 +122,7 @@ class HostPoolMemory(LaidOutSegment[HostPoolLayout]):
         return True
 
     def expect_weights(self, digest: str, note: Callable[[str], None]) -> None:
-        """Does nothing, because agents on this machine read the files of the server."""
+        """Does nothing. Agents on this machine read the same files as the server, so their weights are the same."""
 
 
 def pool_of(parts: Sequence[HostPool]) -> HostPool:

@@ -45,7 +45,10 @@ LongText = Annotated[str, msgspec.Meta(max_length=64 * 1024)]
 
 
 class MessageClass(enum.IntEnum):
-    """Priority of a message in the agent's task queue. Smaller numbers run first, unless the agent's policy differs."""
+    """Priority of a message in the agent's task queue. Smaller numbers run first.
+
+    The scheduling policy may change the order of prefill and decode steps (``agent/task_queue.py``).
+    """
 
     CONTROL = 0
     MOVE = 1
@@ -83,7 +86,7 @@ class Connect(Message, frozen=True, tag="connect"):
 
 
 class Connected(Message, frozen=True, tag="connected"):
-    """Agent to server: proof over the server's nonce. The agent has mapped the shared memory."""
+    """Agent to server: the agent has mapped the shared memory. ``proof`` is its proof for the server's nonce."""
 
     proof: Proof
 
@@ -197,8 +200,9 @@ class OperatorTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ProfileReply(Message, frozen=True, tag="profile_reply"):
     """Agent to server: the profile has started or ended. ``error`` is empty on success.
 
-    The other fields describe an ended profile: its folder, the number of steps, and their microseconds in graph and
-    sampler. They also name the operators with the largest times, and explain how to read the files.
+    The other fields describe a profile that has ended. ``graph_us`` and ``sample_us`` are the microseconds that its
+    ``steps`` steps spent in the graph and in the sampler. ``operators`` are the operators with the largest times.
+    ``note`` explains how to read the files in ``folder``.
     """
 
     seq: UInt

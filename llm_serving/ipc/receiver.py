@@ -1,4 +1,4 @@
-"""Receives from connections whose senders prove a secret. Each connection has a thread, which the owner provides."""
+"""Receives messages from senders that prove a secret. The owner starts one thread for each connection."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Receiver(ABC):
     """The magic number of the introduction (``ipc.introduction``)."""
     MAX_CONNECTIONS: ClassVar[int]
     TIMEOUT_S: ClassVar[float]
-    """Seconds without progress of a sender in the middle of a message after which its connection ends."""
+    """If a sender stops in the middle of a message for this number of seconds, its connection ends."""
 
     def __init__(self, secret: bytes) -> None:
         self.secret = secret
@@ -63,10 +63,10 @@ class Receiver(ABC):
             self._changed.wait_for(lambda: not self._links)
 
     def _accept(self, link: socket.socket, facts: bytes) -> str:
-        """Makes ``link`` the newest connection if the facts are right. Its sender has proved the secret. Returns an
-        error text, or an empty text.
+        """Checks the facts of a sender that has proved the secret. Returns an error text, or an empty text.
 
-        The reply to the sender follows. So a sender that has the reply knows that no older connection may write.
+        If the facts are right, ``link`` becomes the newest connection, and the older ones may no longer write. The
+        sender gets its reply afterwards. So a sender with a reply knows that no older connection can write.
         """
         problem = self._problem_of(facts)
         if not problem:

@@ -116,8 +116,10 @@ class SlotLimits:
     num_snapshots: int = 0
     """Number of snapshots of the states of linear attention. 0: the steps have no state moves."""
     max_logged: int = 0
-    """Number of drafts whose inputs a state of linear attention can keep, so that wrong drafts can be undone. A
-    sequence may have more drafts in a step only if the drafts before the last ``max_logged`` are certain to be right.
+    """Maximum number of drafts of a sequence that may be wrong in one step, for a model with linear attention.
+
+    A state keeps the inputs of this number of drafts, so that it can undo wrong ones. A step may have more drafts of a
+    sequence only if those before the last ``max_logged`` are known tokens, as when a prompt is scored.
     """
 
     @property
@@ -311,7 +313,10 @@ class StepSlot:
 
     @property
     def checked_row(self) -> int:
-        """Number of the sequence that the agents compute a second time, alone. From 1; 0 means none."""
+        """Number, from 1, of the sequence that the agents compute a second time without the other sequences.
+
+        This self-check compares the bits of the two results. 0 means that the step has no self-check.
+        """
         return self._numbers[HEADER["checked_row"]]
 
     @property
@@ -326,7 +331,7 @@ class StepSlot:
 
     @property
     def num_wanted(self) -> int:
-        """Number of drafts that the draft model makes for each sequence after this step. Usually 0."""
+        """Number of drafts for each sequence that the draft model makes after this step. Usually 0."""
         return self._numbers[HEADER["num_wanted"]]
 
     @property

@@ -28,7 +28,10 @@ _TOPS = ("top_ids", "top_logits")
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """The bytes of an array, and the bytes of one element. ``data`` is empty if the steps lack the array."""
+    """One array of a slot as bytes. ``item`` is the size of an element in bytes.
+
+    ``data`` is empty if the model's steps do not use the array.
+    """
 
     data: memoryview
     item: int

@@ -1,10 +1,12 @@
 """Describes the tiles of images in prompts and in steps. A tile is a square part of an image, or the whole image
 resized.
 
-A step names the tiles whose rows it needs. TILE_WIDTH integers in the step's slot describe each tile:
+The vision encoder makes one row (a vector) of a tile for each token of the tile. A chunk may end inside a tile, so a
+step may need only some rows. TILE_WIDTH integers in the step's slot describe each tile whose rows the step needs:
 
-- the place of its pixels in the shared memory (``tile_memory``),
-- the index of the first token in the step, the first row of the tile, and the number of rows,
+- the place of the tile's pixels in the shared memory (``tile_memory``),
+- the index in the step of the first token that gets a row,
+- the number of the tile's row for this token, and the number of rows,
 - the height and the width of the tile in pixels, and the digest of the pixels.
 """
 
@@ -70,9 +72,9 @@ def digest_of(pixels: npt.NDArray[np.uint8]) -> bytes:
 
 
 def tiles_between(tiles: Sequence[PromptTile], start: int, end: int, token: int) -> list[StepTile]:
-    """Returns the parts of a prompt's tiles at the positions ``start .. end - 1``.
+    """Returns the parts of a prompt's tiles that belong to the tokens at the positions ``start .. end - 1``.
 
-    ``token`` is the index in the step of the token at position ``start``.
+    These tokens are one chunk of the prompt. ``token`` is the index of the first one in the step.
     """
     found = []
     for tile in tiles:

@@ -125,7 +125,10 @@ class ServerApp:
 
 
 class _Route:
-    """The ASGI application of one endpoint: calls its handler, turns errors into responses, closes the generation."""
+    """The ASGI application of one endpoint: calls its handler and turns errors into responses.
+
+    After the response, ends the request's sequences in the engine and the request's lease of its model.
+    """
 
     def __init__(self, app: ServerApp, endpoint: Endpoint) -> None:
         self._app = app

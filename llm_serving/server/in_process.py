@@ -66,7 +66,7 @@ async def call_handler(
 
 
 class _Exchange:
-    """The two channels of an ASGI application: the request's body, and the parts of the response."""
+    """The functions ``receive`` and ``send`` of one ASGI call: they pass the request's body, and keep the response."""
 
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body

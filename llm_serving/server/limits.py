@@ -32,12 +32,13 @@ MAX_NAME_CHARS = 256
 """Maximum length of ids and names in a request."""
 MAX_LOGPROBS = 20
 DEFAULT_REQUEST_CONTEXTS = 64
-"""Default of ``serving_config.max_request_tokens``, in multiples of the maximum length of a sequence."""
+"""Default of ``serving_config.max_request_tokens``, divided by the maximum length of a sequence."""
 MAX_LOGPROB_ENTRIES = 1 << 20
 """Maximum number of log-probabilities in the response to one HTTP request. The server needs 200 bytes for each."""
 MAX_BEAM_RESENDS = 64
-"""Maximum number of tokens that the server sends to the engine for a beam search. It is given in multiples of
-``serving_config.max_request_tokens``. The server sends each beam again, with its prompt, after each new token."""
+"""Maximum number of tokens that the server sends to the engine for a beam search, divided by
+``serving_config.max_request_tokens``. The number is large, because each new token needs the prompt and the beam again.
+"""
 MAX_LENGTH_PENALTY = 8.0
 MAX_PRIORITY = 2**31 - 1
 MAX_MILLISECONDS = 24 * 3600 * 1000
@@ -52,8 +53,8 @@ MESSAGE_TIMEOUT_S = BODY_TIMEOUT_S + 5.0
 """Maximum time in seconds from a request's headers to its end. It also applies if no handler reads the body."""
 MAX_HEADER_BYTES = 64 * 1024
 MAX_FRAMING_RATIO = 8
-"""Maximum bytes of chunk framing for each byte of a chunked body. A chunk with one byte of content has five bytes of
-framing."""
+"""Maximum bytes of chunk framing for each byte of a chunked body. Even chunks with one byte of content need only five
+bytes of framing."""
 KEEP_ALIVE_S = 75.0
 """Maximum seconds that a connection may stay open without a request."""
 
@@ -74,7 +75,7 @@ MAX_DETOKENIZE = 131072
 MAX_JSON_VALUES = 262_144
 """Maximum number of values in a request body. It is this high because each token id of a prompt is a value."""
 MAX_JSON_OBJECTS = 65536
-"""Maximum number of strings, and of objects and lists together, in a request body."""
+"""Maximum number of strings in a request body, and also the maximum number of objects plus lists."""
 WRITE_TIMEOUT_S = 60.0
 """Seconds for which the server waits until a client reads a written piece. Then the server closes the connection."""
 UNSENT_BYTES = 128 * 1024

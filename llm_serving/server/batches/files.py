@@ -184,7 +184,7 @@ class FileContent:
                 if left and not data:
                     raise OSError(f"{self._path} is shorter than its record states")
                 left -= len(data)
-                # The last bytes also end the response, because the client may then send its next request at once.
+                # The last bytes also end the response, because the client may then send its next request.
                 is_complete = left == 0
                 await send({"type": "http.response.body", "body": data, "more_body": not is_complete})
         finally:

@@ -36,8 +36,7 @@ from llm_serving.server.state import Endpoint
 _RETRY_S = 0.5
 _MAX_RETRY_S = 30.0
 _MAX_LOSSES = 3
-"""Maximum number of attempts to compute a line that end because an agent is lost. After the last one, the line fails.
-"""
+"""A line fails if agents were lost in this number of attempts to compute the line."""
 _SAVE_S = 1.0
 """Minimum seconds between two writes of a running batch's record to disk."""
 
@@ -102,8 +101,8 @@ class BatchRunner:
     async def _respond(self, batch: Batch, line: LineRequest) -> tuple[int, bytes]:
         """Computes a line. Returns the HTTP status and the body of its response.
 
-        If the server is unavailable, or refuses the request for now, the method waits and tries again. After
-        ``_MAX_LOSSES`` losses of an agent, it returns the error.
+        If the server is unavailable, or refuses the request for now, the method waits and tries again. It also tries
+        again if an agent is lost. If this happens ``_MAX_LOSSES`` times, the method returns the error.
         """
         endpoint, state, losses = self._endpoints[batch.endpoint], self._app.state, 0
         while True:
@@ -155,7 +154,7 @@ class BatchRun:
         self.batch, self._store, self._slots, self._respond, self._app = batch, store, slots, respond, app
         self._lines: set[asyncio.Task[None]] = set()
         self._notes: set[asyncio.Task[None]] = set()
-        """Tasks that write results. They are never cancelled, because a written result must be counted."""
+        """Tasks that write and count results. They are never cancelled, so each written result is also counted."""
         self._outputs: tuple[int, int] | None = None
         self._failure: Exception | None = None
         self._is_cut = asyncio.Event()

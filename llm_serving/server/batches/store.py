@@ -54,7 +54,7 @@ from llm_serving.server.fields.validation import short
 
 T = TypeVar("T")
 MIN_FILE_BYTES = 4096
-"""Minimum number of bytes with which a file, or the record of a batch, counts towards the storage limits.
+"""Number of bytes that the storage limits count for each smaller file, and for the record of each batch.
 
 So the limits in bytes also limit the number of tiny files.
 """
@@ -226,7 +226,7 @@ class BatchStore:
         return batch
 
     def waiting_batches(self) -> list[Batch]:
-        """Returns the oldest batch of each tenant that has not ended. The result is sorted by age, oldest first."""
+        """Returns the oldest of each tenant's batches that have not ended, sorted by age, oldest first."""
         oldest = []
         for tenant in self._tenants.values():
             waiting = [batch for batch in tenant.batches.values() if not batch.has_ended]
@@ -294,9 +294,9 @@ class BatchStore:
         return self._tenants.get(owner) or _Tenant(self._root)
 
     def _drop_oldest(self, tenant: _Tenant) -> None:
-        """Removes the records of the oldest batches that have ended, until the tenant may add one more batch.
+        """Removes records of the tenant's ended batches, oldest first, until the tenant may add one more batch.
 
-        The files of a removed batch stay.
+        The input and output files of a removed batch are kept.
         """
         while len(tenant.batches) >= self.config.max_batches:
             ended = [batch for batch in tenant.batches.values() if batch.has_ended]

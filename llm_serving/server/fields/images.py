@@ -21,9 +21,13 @@ _PART = re.compile(r"messages\[(\d+)\]\.content\[(\d+)\]\.image_url(\.url)?")
 
 @dataclass(frozen=True, slots=True)
 class ImageField:
-    """The names of an image's fields in the client's request, before the conversion to a chat. For errors."""
+    """The names that an error uses for one image: its fields in the client's request, before the conversion.
+
+    Both names are the same if the client did not send the image, but named an earlier response that has the image.
+    """
 
     image: str
+    """Name of the field with the whole image, for example ``messages[0].content[1]``."""
     url: str
     """Name of the field with the image's URL or its data."""
 
@@ -59,10 +63,10 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def named_images(error: RequestError, messages: Sequence[Message], fields: Sequence[ImageField]) -> RequestError:
-    """Returns ``error`` with the field name of the client's request, if it is an error about an image of the chat.
+    """Returns an error about an image of the chat with the name of the field in the client's request.
 
-    ``fields`` has the names of each image in ``messages``, in the order of the images. Other errors are returned
-    unchanged.
+    If ``error`` is not about an image, returns it unchanged. ``fields`` has the names of each image in ``messages``, in
+    the order of the images.
     """
     found = _PART.match(error.param or "")
     if found is None:

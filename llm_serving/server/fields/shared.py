@@ -35,7 +35,9 @@ from llm_serving.server.limits import (
 
 
 def _strings(value: object, info: ValidationInfo) -> object:
-    """Converts a string, or a list of strings, to a tuple. ``PARAMETERS`` limits the number and the length of strings.
+    """Converts a string, or a list of strings, to a tuple. Refuses too many, empty and too long strings.
+
+    ``PARAMETERS`` has the limits of each field.
     """
     if value is None:
         return ()
@@ -207,9 +209,10 @@ def is_image(part: object) -> bool:
 
 
 def _join_content(value: object) -> object:
-    """Returns a message's ``content`` as one text. ``value`` is a text, or a list of parts of type ``text``.
+    """Returns a message's ``content`` as one text. ``value`` is a text, or a list of parts.
 
-    Parts of type ``image_url`` are left out here; ``Message.parts`` has them.
+    Joins the parts of type ``text``, skips those of type ``image_url``, and refuses all others. ``Message.parts`` has
+    the images.
     """
     if not isinstance(value, list):
         return value

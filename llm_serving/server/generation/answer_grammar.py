@@ -34,9 +34,10 @@ async def answer_constraint(
     ignore_eos: bool,
     beams: bool,
 ) -> ConstraintSource | None:
-    """Returns the source of the constraint for each choice, or None if any text is allowed.
+    """Returns an object that makes the constraint of each choice, or None if any text is allowed.
 
-    ``tools`` and ``fields`` are the fields of the request. Raises RequestError if their constraints cannot be combined.
+    ``tools`` are the request's fields of tools and reasoning, and ``fields`` those of structured output. Raises
+    RequestError if their constraints cannot be combined.
     """
     wanted = wanted_grammar(fields)
     has_parts = plan is not None and (plan.tools is not None or plan.reasoning is not None)
@@ -56,8 +57,8 @@ def _with_plan(
 ) -> tuple[str, Grammar] | None:
     """Returns (field, grammar) for the whole output: reasoning, tool calls and content. None if no grammar is needed.
 
-    ``field`` is the name of the request's field that needs the grammar, for errors. ``wanted`` has the same form, and
-    is for the content alone. It is None if any content is allowed.
+    ``field`` is the name of the request's field that needs the grammar, for errors. ``wanted`` is the (field, grammar)
+    that the request asks for the content alone, or None if any content is allowed.
     """
     thinking = None if plan.reasoning is None or plan.is_over else Thinking(plan.reasoning, plan.is_thinking)
     tokenizer = state.engine.tokenizer
@@ -114,7 +115,11 @@ def _can_be_composed(grammar: Grammar) -> bool:
 def _is_constrained(
     state: ServerState, body: ToolRequest, plan: AnswerPlan, tools: list[CallableTool], special: Mapping[str, int]
 ) -> bool:
-    """Returns whether the arguments of optional calls (``tool_choice`` "auto") must fit the schemas of their tools."""
+    """Returns whether the arguments of optional calls (``tool_choice`` "auto") must fit the schemas of their tools.
+
+    True if a tool is strict (the default), and if the model's format has a marker at the start of a call. Raises
+    RequestError if the request sets ``strict`` for a tool, but the format has no marker.
+    """
     assert plan.tools is not None
     explicit = next((i for i, one in enumerate(body.tools or ()) if one.function.strict), None)
     has_trigger = has_free_text(plan.tools, special)
@@ -130,10 +135,10 @@ def _is_constrained(
 
 
 def _check_content(plan: AnswerPlan, param: str, content: Grammar) -> None:
-    """Checks whether one grammar can allow both optional tool calls and text that matches the grammar ``content``.
+    """Raises RequestError if one grammar cannot allow both optional tool calls and text that matches ``content``.
 
-    Raises RequestError unless ``content`` is a JSON schema, and tool calls start with a marker that is not a brace.
-    Otherwise the first character could begin a call as well as the JSON of the content.
+    The first character must show whether a call or the content begins. So ``content`` must be a JSON schema, whose text
+    begins with a brace. The model's format must have a marker at the start of each call, and no call without it.
     """
     assert plan.tools is not None
     if content.kind != JSON_SCHEMA or plan.tools.starts_with_brace or not plan.tools.trigger:

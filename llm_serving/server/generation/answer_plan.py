@@ -117,7 +117,10 @@ def offered_tools(body: ToolRequest) -> Sequence[Tool]:
 
 
 def template_values(state: ServerState, body: ToolRequest) -> Mapping[str, Any]:
-    """Returns the variables for the chat template. ``chat_template_kwargs`` overrides ``reasoning_effort``."""
+    """Returns the variables for the chat template: those of ``chat_template_kwargs`` and of ``reasoning_effort``.
+
+    The effort sets only the variables that the template reads. ``chat_template_kwargs`` takes precedence.
+    """
     effort = body.reasoning_effort
     if effort is None:
         return body.chat_template_kwargs

@@ -122,11 +122,10 @@ def _params(
 
 
 def _max_tokens(generation: Generation, choice: Choice, *, has_limit: bool) -> int:
-    """Returns the maximum number of tokens of a beam.
+    """Returns the maximum number of tokens of a beam. ``has_limit`` is True if the client gave a maximum.
 
-    Each step of the search sends the prompt and the beam as one prompt, whose length is limited. Raises
-    ContextLengthError if the client's maximum length is too large. ``has_limit`` is True if the client gave a maximum
-    length.
+    Each step of the search sends the prompt, followed by the beam, to the engine as a new prompt. So both together
+    must not exceed the maximum length of a prompt. If the client's maximum does, raises ContextLengthError.
     """
     longest, num_tokens = generation.state.settings.max_prompt_tokens, len(choice.prompt.token_ids)
     available, wanted = longest - num_tokens + 1, choice.sampling.max_tokens

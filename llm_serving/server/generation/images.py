@@ -141,8 +141,8 @@ def _image_url(part: dict[str, object], param: str) -> ImageURL:
 async def _read_all(urls: Sequence[ImageURL], settings: ServerSettings, num_places: int) -> list[Tiles]:
     """Returns the tiles of each image. ``num_places`` is the maximum number of tiles of a request.
 
-    Raises RequestError if an image cannot be read. The tiles are counted after each image. Raises RequestError as soon
-    as they exceed ``num_places``, or have too many tokens for a prompt.
+    Raises RequestError if an image cannot be read. Also raises it as soon as the tiles of the images read so far exceed
+    ``num_places``, or have too many tokens for a prompt.
     """
     from llm_serving.images.urls import FetchTime, is_remote, read_url
 

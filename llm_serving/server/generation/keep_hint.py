@@ -28,7 +28,7 @@ def keep_seconds_of(fields: SchedulingFields, settings: ServerSettings) -> float
 
 
 def keep_blocks(engine: AsyncEngine, owner: str, request: Request, seconds: float) -> None:
-    """Asks the KV tiers to keep the blocks of a request that has ended for ``seconds``. Does nothing without KV tiers.
+    """Asks the KV tiers to keep the blocks of an ended request for ``seconds`` from now. Does nothing without KV tiers.
 
     ``owner`` is the tenant whose limits apply.
     """

@@ -1,6 +1,7 @@
 """Connects a request that has a ``session_id`` with its session.
 
-The session gives the request the salt of its cached blocks. After the request, the session remembers its tokens.
+A request finds cached blocks only if they have its cache salt. So a request of an imported session gets the salt of
+the imported blocks. After the request, the session stores the tokens of its prompt and its output.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from llm_serving.sessions.book import Session, SessionBook, session_salt
 
 @dataclass(frozen=True, slots=True)
 class OpenSession:
-    """The session that one HTTP request names, with the book of all sessions."""
+    """The session that one HTTP request names. ``book`` has all sessions of the server."""
 
     book: SessionBook
     tenant: str
     session_id: str
     model: str
     nonce: bytes
-    """Random bytes that the import of the session chose. Empty if the session was not imported for this model."""
+    """Random bytes of an imported session, from which the cache salt of its requests is made.
+
+    Empty if the session was not imported, or if it was imported for another model.
+    """
 
     @classmethod
     def of(cls, state: ServerState, fields: RequestModel, request: HttpRequest) -> OpenSession | None:

@@ -1,9 +1,9 @@
 """Computes log-probabilities of prompt tokens, for ``echo`` with ``logprobs`` and for ``prompt_logprobs``.
 
-An extra sequence scores each prompt. It starts with the first token of the prompt, and a constraint forces it to
-generate the other tokens. So each log-probability has exactly the bits that decoding gives at this position. One step
-scores several of these tokens (``llm_serving.speculation.forced``). Even for a long prompt, the agents need no more
-memory for logits than in a decode step. The prefix cache is not used, because it has no log-probabilities.
+An extra sequence scores each prompt. Its prompt is the first token, and a constraint forces it to generate the other
+tokens. So each log-probability has exactly the bits that decoding gives at this position. As the tokens are known, one
+step scores several of them (``llm_serving.speculation.forced``). Even for a long prompt, the agents need no more memory
+for logits than in a decode step. The prefix cache is not used, because it has no log-probabilities.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def scoring_choices(
 ) -> list[Choice]:
     """Returns the sequences that score the prompts: one for each prompt with at least two tokens.
 
-    ``choices`` are those of a request with ``n`` choices for each prompt. ``top`` is the number of best tokens at each
-    position. Raises RequestError, which names the field ``param``.
+    ``choices`` are all choices of the request, ``n`` for each prompt. ``top`` is the number of most likely tokens that
+    the response shows at each position. Raises RequestError, which names the field ``param``.
     """
     check_available(state, param, ignore_eos=False, beams=False)
     prompts = [choice.prompt for choice in choices[::n]]

@@ -104,7 +104,7 @@ def parse_prompts(value: object, param: str = "prompt") -> list[str | list[int]]
 
 
 async def resolve_prompts(state: ServerState, prompts: Sequence[str | list[int]], param: str) -> list[Prompt]:
-    """Returns the prompts as token ids, checked against vocabulary and context. Raises RequestError."""
+    """Returns the prompts as token ids. Raises RequestError for an unknown token id, or if a prompt is too long."""
     inline = sum(len(prompt) for prompt in prompts) <= INLINE_TOKENIZE_CHARS
     names = [param] if len(prompts) == 1 else [f"{param}[{i}]" for i in range(len(prompts))]
     return [await _resolve(state, prompt, name, inline) for prompt, name in zip(prompts, names, strict=True)]
@@ -226,9 +226,10 @@ def _has_calls(message: Mapping[str, Any]) -> bool:
 
 
 def _is_short(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> bool:
-    """Returns whether the event loop's thread may prepare and render a conversation with these tools.
+    """Returns whether a conversation with its tools is short enough for the event loop's thread to render it.
 
-    Counts messages and calls, the characters of messages, and the bytes of tools and calls as JSON.
+    The number of messages and tool calls is limited. A second limit is for the sum of the messages' characters and the
+    bytes of tools and calls as JSON.
     """
     calls = [call for message in messages for call in message.get("tool_calls") or ()]
     size = sum(len(message["content"] or "") for message in messages)

@@ -144,8 +144,8 @@ def _entries_per_token(params: SamplingParams) -> int:
 def choice_seed(seed: int, index: int) -> int:
     """Returns the seed of choice ``index`` of a prompt. The first choice uses the request's own seed.
 
-    Further seeds come from SplitMix64 (Steele, Lea and Flood 2014). So requests with neighbouring seeds never use the
-    same seed.
+    The seeds of the other choices come from SplitMix64 (Steele, Lea and Flood 2014). So the choices of requests with
+    neighbouring seeds do not get the same seeds.
     """
     if index == 0:
         return seed & _MASK

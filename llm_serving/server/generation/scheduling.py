@@ -68,7 +68,7 @@ class SchedulingHeaders(LaxModel):
 
 
 SCHEDULING_HEADERS = {name: str(field.alias) for name, field in SchedulingHeaders.model_fields.items()}
-"""Maps a body field about urgency to the header with the same meaning."""
+"""Maps the name of a body field to the name of the header with the same meaning."""
 
 
 def scheduling_of(fields: SchedulingFields, request: Request, settings: ServerSettings) -> SchedulingParams:
@@ -106,7 +106,9 @@ def deadline_of(fields: RequestModel | None, request: Request) -> float | None:
 
 
 def _urgency(fields: RequestModel | None, request: Request) -> dict[str, Any]:
-    """Returns the values of the fields in ``SCHEDULING_HEADERS``. A field that the body lacks is read from its header.
+    """Returns the values of the body fields in ``SCHEDULING_HEADERS``, by name.
+
+    The value of a field that the body does not set comes from its header. It is None if both are missing.
     """
     given = {alias: request.headers[alias] for alias in SCHEDULING_HEADERS.values() if alias in request.headers}
     try:
@@ -139,7 +141,7 @@ def tenant_of(request: Request) -> str:
 def _owner(request: Request) -> bytes:
     """Returns the name of the request's API key, or the bearer token if the server has no keys.
 
-    Requests share blocks of the prefix cache only if this value is the same for them.
+    The cache salt is made from the result, so that requests with other keys do not share blocks of the prefix cache.
     """
     visit = visit_of(request)
     return visit.name.encode() if visit is not None and visit.name else _api_key(request.headers)
@@ -158,9 +160,9 @@ def _tenant(key: bytes) -> str:
 
 
 def _cache_salt(salt: str | None, key: bytes) -> bytes:
-    """Returns a hash of the client's salt and the tenant's API key.
+    """Returns a hash of the client's salt and the tenant's API key. Empty if both are empty.
 
-    Two requests share blocks of the prefix cache only if their hashes are equal.
+    Two requests share blocks of the prefix cache only if the results for them are equal.
     """
     if not salt and not key:
         return b""

@@ -36,7 +36,7 @@ from llm_serving.server.state import ServerState
 from llm_serving.shadow.scoring import answer_of
 
 OPEN_TOKENS = 32768
-"""Number of prompt tokens that are passed to the engine without a pause. Then the event loop runs other tasks."""
+"""After passing this number of prompt tokens to the engine, a request lets the event loop run other tasks."""
 OPEN_OVERHEAD_TOKENS = 1024
 """Fixed time for passing a sequence to the engine. The unit is the time for one prompt token."""
 
@@ -182,8 +182,8 @@ class Generation:
         """Passes all choices to the engine, which passes the pieces of their outputs to ``sink``.
 
         Other tasks may run before the last choice is open. So pieces of the first choices may arrive during the call.
-        If ``streamed`` is True, the caller reports each written piece with ``delivered``. Raises LLMServingError. An
-        error that the engine finds later is passed to ``sink.fail``.
+        If ``streamed`` is True, the caller must call ``delivered`` when it has written a piece. Raises LLMServingError.
+        An error that the engine finds after this call is passed to ``sink.fail``.
         """
         if self._visit is not None:
             self._visit.reserve(self.num_prompt_tokens, sum(choice.sampling.max_tokens for choice in self._sequences))
@@ -233,8 +233,7 @@ class Generation:
         self._open.clear()  # breaks a reference cycle, which only the garbage collector would free
 
     async def answers(self, *, keep_logits: bool = False) -> list[Answer]:
-        """Returns the complete outputs of all choices. The outputs of the sequences that score prompts (``scoring``)
-        follow.
+        """Returns the complete outputs of all choices, followed by those of the sequences in ``scoring``.
 
         Raises LLMServingError if an output cannot be completed.
         """

@@ -83,10 +83,10 @@ async def with_token_rules(
 
 
 def _forbidden(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
-    """Returns the token sequences that spell the words, up to two for each word: without and with a space before it.
+    """Returns the token sequences that spell the words: one or two for each word.
 
-    As in vLLM, the sequence with the space is added under two conditions. It must be as long as the sequence without
-    the space, and it must begin with a different token.
+    The first spells the word, the second a space and the word. As in vLLM, the second is returned only if it is as long
+    as the first and begins with another token.
     """
     sequences = []
     for word in words:

@@ -31,7 +31,7 @@ async def off_loop(num_items: int, work: Callable[[], T], limit: int = INLINE_IT
 
 
 def call_entries(num_chars: int) -> int:
-    """Returns the number of messages whose conversion takes as long as the conversion of one tool call.
+    """Returns the cost of converting one tool call, as the number of short messages whose conversion takes as long.
 
     ``num_chars`` is the length of the call's arguments as JSON.
     """

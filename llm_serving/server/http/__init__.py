@@ -1,1 +1,1 @@
-"""HTTP without the meaning of requests: connections, bodies, streams, checks of headers, and their limits."""
+"""The parts of HTTP that do not depend on the endpoint: connections, bodies, streams, checks of headers, limits."""

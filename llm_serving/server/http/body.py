@@ -187,7 +187,10 @@ def _too_large(size: str, max_bytes: int) -> PayloadTooLargeError:
 
 
 async def drain_body(receive: Receive) -> None:
-    """Reads and discards the rest of a body for a short time. Many clients send all before they read the response."""
+    """Reads and discards the rest of a refused body for a short time.
+
+    Many clients read the response only after they have sent the whole body.
+    """
 
     async def discard() -> None:
         size = 0

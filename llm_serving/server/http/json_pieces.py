@@ -12,8 +12,9 @@ from starlette.types import Receive, Scope, Send
 ITEMS_PER_PIECE = 8
 """Number of list items in one call of the JSON encoder. It is small, because other threads cannot run during a call.
 
-The objects of these items exist together. A token with 20 alternatives has 43 objects that the garbage collector knows.
-It runs when their number has grown by 700. With 8 items, encoding a response hardly ever causes a collection.
+It also avoids garbage collections. The items of one call are in memory at the same time. A token with 20 alternatives
+has 43 objects that the garbage collector tracks. Python starts a collection when the number of tracked objects has
+grown by 700. With 8 items, it hardly ever does.
 """
 SEND_BYTES = 128 * 1024
 """Number of bytes after which the sender of a response lets other tasks run."""
@@ -56,7 +57,7 @@ class GrowingList:
             self._parts, self._num_bytes = [], 0
 
     def encoded(self) -> EncodedList | list[object]:
-        """Returns the list for ``encode_in_pieces``. An empty list has the type ``list``."""
+        """Returns the encoded list, for ``encode_in_pieces``. Without items, returns an empty Python list instead."""
         if not self._pieces and not self._parts:
             return []
         encoded = EncodedList(())
@@ -102,8 +103,8 @@ class PiecesResponse:
                 await send({"type": "http.response.body", "body": part, "more_body": True})
                 await asyncio.sleep(0)
             part = following
-        # The last bytes also end the response. A client that has all bytes may send its next request at once, and the
-        # connection would close if the response were not complete then.
+        # Send the last bytes and the end of the response together. A client that has all bytes may immediately send its
+        # next request. If the response were not complete then, the connection would close.
         await send({"type": "http.response.body", "body": part, "more_body": False})
 
 

@@ -16,7 +16,7 @@ AWAKE_S = 1.0
 """Seconds for which the loop is measured after a client has sent data. Then the timer stops, which saves energy."""
 
 REPORTED_S = 0.05
-"""Minimum seconds of a blocked loop that is logged. The process must also have used this much processor time then."""
+"""A blocked loop is logged if the process used at least this many seconds of processor time meanwhile."""
 
 
 class LoopWatch:
@@ -25,8 +25,8 @@ class LoopWatch:
     Other programs on a busy machine also delay the timer. Therefore, the processor time of this process during each
     delay is measured as well. It is an upper bound of the time for which the loop itself worked.
 
-    The timer runs only while clients send data or requests are active. If the loop is blocked for ``REPORTED_S``, the
-    functions that ran on it are logged.
+    The timer runs only while clients send data or requests are active. If the process has worked for ``REPORTED_S``
+    during one delay, the functions that ran on the loop are logged.
     """
 
     def __init__(self) -> None:

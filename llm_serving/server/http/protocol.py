@@ -280,7 +280,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             cycle.keep_alive = False  # the connection closes after the response
 
     def _count_framing(self, received: int) -> None:
-        """Refuses a chunked body with too many bytes of framing, for example endless trailers or chunk extensions.
+        """Refuses a chunked body that is mostly framing: chunk headers, chunk extensions or trailers.
 
         Without this check, the parser would store an unfinished line of any length.
         """

@@ -47,7 +47,7 @@ class EventFormat(Protocol):
 class _Backlog:
     """The pieces of a choice that wait until the socket accepts data.
 
-    Waiting pieces are merged into larger ones, up to a limit, so that formatting one takes little time.
+    Up to ``MERGE_AT`` waiting pieces are merged into one. A larger piece would take too long to format.
     """
 
     def __init__(self) -> None:
@@ -276,7 +276,7 @@ class EventStream:
             await asyncio.sleep(0)
 
     async def _write_held_back(self, channel: StreamChannel) -> None:
-        """Writes the pieces that were kept because the socket accepted no data. The response must be over.
+        """Writes the pieces that were kept because the socket accepted no data. The event of an error follows them.
 
         After every ``INLINE_ITEMS`` tokens and log-probabilities, lets other tasks run.
         """

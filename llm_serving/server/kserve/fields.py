@@ -104,9 +104,9 @@ def completion_of(
 
 
 def named_by_parameters(error: RequestError) -> RequestError:
-    """Returns the error with ``parameters.NAME`` instead of the name of a field.
+    """Returns an error that names a field of the completion as ``parameters.FIELD``, where the client sent the field.
 
-    A client of KServe's protocol sends the field as a member of ``parameters``.
+    An error about the prompt is returned unchanged.
     """
     if error.param is None or error.param.startswith("prompt"):
         return error
