@@ -13,12 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from agent.kernels.library import load_library, structure
+from agent.kernels.packing import Blob, weight_blob
 from agent.lora.store import ModuleAdapter, ParameterAdapter
 from agent.weights.layout import WeightSpec
 from agent.weights.storage import STORAGE_DTYPES, Array
 
 _LANES = 16
 _PANEL = 64
+_ALIGNMENT = 64
+"""The arrays of an adapter begin at multiples of this number of bytes, a cache line."""
 _DTYPES = ("float32", "float16", "bfloat16")
 _LoraWeight = structure(
     "LoraWeight", "int32: dtype rank_groups; int64: depth; pointer: a scales first_rank num_ranks begin b"
@@ -65,8 +68,18 @@ class PackedAdapter:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the packed matrices in bytes."""
-        return sum(array.nbytes for array in self._arrays.values())
+        """Size of the memory that ``move`` fills, in bytes. It is a multiple of 64."""
+        return sum(map(_aligned_bytes, self._arrays.values()))
+
+    def move(self, memory: Blob) -> Blob:
+        """Moves the matrices to the beginning of ``memory``. Returns the rest of ``memory``. No kernel may run."""
+        for name, array in self._arrays.items():
+            target = memory[: array.nbytes].view(array.dtype).reshape(array.shape)
+            target[...] = array
+            self._arrays[name] = target
+            setattr(self._struct, name, target.ctypes.data)
+            memory = memory[_aligned_bytes(array) :]
+        return memory
 
 
 class PackedSlots:
@@ -83,12 +96,20 @@ class PackedSlots:
         packed = {
             parameter: PackedAdapter(each.spec, each.modules, self._dtype) for parameter, each in adapters.items()
         }
+        # The arrays of an adapter are small, and a step reads all of them. In common memory they can have huge pages.
+        memory = weight_blob(sum(each.num_bytes for each in packed.values()))
+        for each in packed.values():
+            memory = each.move(memory)
         set_adapter = load_library().llmk_set_adapter
         for parameter in self._packed[slot]:
             set_adapter(self._weights[parameter].ctypes.data, slot, None)
         self._packed[slot] = packed
         for parameter, each in packed.items():
             set_adapter(self._weights[parameter].ctypes.data, slot, each.address)
+
+
+def _aligned_bytes(array: npt.NDArray[Any]) -> int:
+    return -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _vectors(columns: int, *, is_gated: bool) -> Iterator[range]:
