@@ -149,6 +149,16 @@ def test_the_start_of_an_agent_is_no_growth():
     assert watch.agents_slope_mib() == pytest.approx(0.0)
 
 
+def test_the_end_of_an_agent_does_not_hide_that_agents_grow():
+    watch = MemoryWatch()
+    for pid in range(3):
+        for second in range(300):
+            watch.add_agent(pid, (600.0 * pid + second, 400.0 + 0.02 * second))
+        watch.add_agent(pid, (600.0 * pid + 300, 0.0))
+    assert watch.agents_slope_mib() == pytest.approx(12.0)
+    assert "memory of an agent" in watch.leak()
+
+
 def test_more_of_anything_is_a_leak():
     before = Holdings(agents=4, descriptors=40, threads=9, segments=2)
     assert before.leaks(before) == []

@@ -86,8 +86,12 @@ class MemoryWatch:
         self.samples.append(_sample(psutil.Process(server.pid)))
         with contextlib.suppress(psutil.Error):  # an agent may end between the listing and the sample
             for agent in server.agents():
-                sample = _sample(agent)
-                self.agents.setdefault(agent.pid, []).append(sample)
+                self.add_agent(agent.pid, _sample(agent))
+
+    def add_agent(self, pid: int, sample: tuple[float, float]) -> None:
+        """Adds a sample of an agent, unless the agent has just ended. An ended process has a size of 0 MiB."""
+        if sample[1] > 0.0:
+            self.agents.setdefault(pid, []).append(sample)
 
     def counted(self) -> Samples:
         """Returns the samples of the server's memory after the warm-up, without those during reloads."""
