@@ -251,7 +251,7 @@ class ServerState:
     def follow(self, view: ServerState) -> None:
         """Replaces the engine and the settings by those of ``view``, the main model's new version.
 
-        Without this call, the server's own state would keep the old version in memory after its end.
+        Without this call, the server's own state would keep the engine of the old version in memory.
         """
         self.engine, self.log, self.settings, self.grammars = view.engine, view.log, view.settings, view.grammars
         self.renders_inline, self._format = view.renders_inline, view._format

@@ -28,7 +28,7 @@ class LogEvent:
     meaning: str
     fields: Mapping[str, str] = field(default_factory=dict)
     max_per_s: int = 0
-    """Maximum number of lines in a second; 0 is no limit. The line ``log_lines_suppressed`` counts the others."""
+    """Maximum number of lines in a second. 0: no limit. The event ``log_lines_suppressed`` counts further lines."""
 
 
 EVENTS: Mapping[str, LogEvent] = {

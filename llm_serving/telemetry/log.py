@@ -134,9 +134,9 @@ class EventLog:
         self.close()
 
     def _admit(self, name: str, now: float) -> bool:
-        """Returns whether a line of the event ``name`` may be written at the time ``now``.
+        """Returns whether a line of the event ``name`` may be written at the time ``now``, in seconds.
 
-        Also logs how many lines of each event were suppressed in the last second.
+        Also logs, for each event, how many lines were suppressed in a second that is over.
         """
         with self._limits_lock:
             for limited, limit in self._limits.items():

@@ -152,7 +152,7 @@ class LogFile:
             self._rotate()
 
     def _rotate(self) -> None:
-        """Renames the files, the oldest first. On an error the present file stays in use, and grows."""
+        """Renames the files, the oldest first, and opens a new one. If this fails, the present file stays in use."""
         names = [self.path, *(Path(f"{self.path}.{number}") for number in range(1, self._rotation.keep_files + 1))]
         with contextlib.suppress(OSError):
             if len(names) == 1:

@@ -22,7 +22,7 @@ class Phase(enum.IntEnum):
     PREFILL = 1
     """The phase from the first scheduled step to the first token."""
     DECODE = 2
-    """The phase from the first token to the last token, without the phases that follow in this list."""
+    """The phase from the first token to the last token, without PREEMPTED, SWAPPED and RESTARTED."""
     PREEMPTED = 3
     """The phase from a preemption with recompute to the next token. The request waits, and its tokens are computed
     again."""
@@ -59,14 +59,14 @@ class BlockReason(enum.Enum):
 class WaitingLine:
     """Measures how long the first request of a queue could not start, for each reason. Each queue has one object.
 
-    These times count for all requests of the queue, because they wait behind the first one.
+    The receipts of all requests in the queue include this time, because all of them wait behind the first one.
     """
 
     __slots__ = ("_blocked_us", "_reason", "_since", "blockers")
 
     def __init__(self) -> None:
         self.blockers: tuple[str, ...] = ()
-        """The requests that blocked the first request when it was last blocked."""
+        """Ids of the requests because of which the first request could not start at the last attempt."""
         self._reason: BlockReason | None = None
         self._since = 0
         self._blocked_us: dict[BlockReason, int] = {}
@@ -118,8 +118,9 @@ class Receipt:
         self.num_blocked: dict[BlockReason, int] = {}
         """Number of failed attempts to start the request while it was first in its queue, by reason."""
         self.blocked_us: dict[BlockReason, int] = {}
-        """Microseconds for which the request waited because the first request of its queue could not start, by reason.
-        The request itself may be the first.
+        """Microseconds for which the request waited, by the reason why the first request of its queue could not start.
+
+        The first request may be this request itself.
         """
         self._blockers: dict[str, int] = {}
         self._reason: BlockReason | None = None
@@ -155,8 +156,9 @@ class Receipt:
     def blocked(self, reason: BlockReason, by: Sequence[str], now: float | None = None) -> None:
         """Records a failed attempt to start the request while it is the first of its queue.
 
-        ``by`` are the ids of the requests that blocked it, the most important first; only the first 8 count. If ``now``
-        is given, the time until the next attempt counts as blocked for ``reason``.
+        ``by`` are the ids of the requests that blocked it, the most important first. Only the first 8 are recorded. If
+        ``now`` is given, the time from ``now`` to the next attempt counts as blocked for ``reason``. If it is None,
+        only the attempt is counted.
         """
         self.num_blocked[reason] = self.num_blocked.get(reason, 0) + 1
         if now is not None:
@@ -169,15 +171,16 @@ class Receipt:
     def unblocked(self, now: float) -> None:
         """Records that the request is no longer blocked, because it starts.
 
-        ``enter`` also records this. But a preempted request that starts again does not enter a new phase, so it needs
-        this method.
+        This method is for a preempted request that starts again: its phase does not change until its next token. For
+        other requests, ``enter`` records the end of the blocking.
         """
         self._close_block(microseconds(now))
 
     def blocked_until(self, now: float) -> dict[BlockReason, int]:
-        """Returns ``blocked_us`` at the time ``now``.
+        """Returns the microseconds for which the request was blocked up to ``now``, by reason.
 
-        It includes the times for which the request's present queue was blocked.
+        The result includes the time in the request's present queue. ``blocked_us`` gets this time only when the request
+        leaves the queue.
         """
         return self.blocked_us.copy() if self._line is None else self._blocked_in_lines(microseconds(now))
 
@@ -227,8 +230,8 @@ class Receipt:
             return
         self.blocked_us = self._blocked_in_lines(now_us)
         self._line, self._joined_at, self._blocked_before = None, {}, {}
-        # If no blockers are noted for this request, it was never the first of the queue. Then the requests that blocked
-        # the first one also blocked this one.
+        # A request without noted blockers was never the first of the queue. The requests that blocked the first one
+        # have then blocked this request, too.
         if self.blocked_us and not self._blockers:
             for request_id in line.blockers:
                 self._note_blocker(request_id)

@@ -1,7 +1,8 @@
 """Defines and computes latency statistics, for the load test (client side) and the log analysis (server side).
 
-start              time at which the request's first byte was written (client) or read (server). No latency includes the
-                   network between them or a late start of the client; the load test reports that lateness separately
+start              time at which the request's first byte was written (client) or read (server). So the server's
+                   latencies do not include the network. If the load test sends a request too late, this delay is not
+                   in the latencies, but reported separately
 ttft               time to first token: start to the first output, read (client) or written to the socket (server)
 tpot               time per output token: (last output - first output) / (output tokens - 1); none for fewer than 2
 tbt                time between tokens: one value for every two consecutive pieces of a response
@@ -47,7 +48,7 @@ EMPTY_SUMMARY = Summary(0, None, None, None, None, None, None, None)
 
 
 def percentile(sorted_values: Sequence[float], percent: float) -> float:
-    """Returns the value below which ``percent`` (0 to 100) of the values lie, interpolated linearly.
+    """Returns the percentile ``percent`` (0 to 100): 50 gives the median. Interpolates linearly between two values.
 
     ``sorted_values`` must be ascending and not empty.
     """

@@ -25,17 +25,20 @@ class EngineState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """State and figures of one replica. Waiting requests count only if the router has placed them at the replica."""
+    """State and figures of one replica. Requests that wait in the router's own queue are not in the figures."""
 
     replica: int
     state: str
     figures: Figures
     steps: int
     outstanding_tokens: int = 0
-    """Tokens that the replica must still compute if each of its requests gets its maximum output. The router updates
-    the value when it places a request. With only one replica, this field and the following ones are 0."""
+    """Number of tokens that the replica must still compute if each of its requests gets its maximum output.
+
+    The router updates the value when it places a request. With only one replica, there is no router, so the value is 0.
+    ``placed`` is then empty, and ``recalled`` is 0.
+    """
     placed: Mapping[str, int] = field(default_factory=dict)
-    """Number of requests that the router placed at the replica, by reason."""
+    """Number of requests that the router placed at the replica, by the reason for choosing this replica."""
     recalled: int = 0
     """Number of requests that the router moved from the replica to another one."""
     tiers: TierFigures | None = None

@@ -1,7 +1,7 @@
 """A Prometheus histogram for values of each step, which needs no lock.
 
-An observation with the histograms of ``prometheus_client`` takes two locks and three more calls. A step has several
-observations, and the engine thread makes them while the device may wait.
+To record one value, the histograms of ``prometheus_client`` take two locks and make three more calls. The engine thread
+records several values for each step. During this time, the device may be idle, so the recording must be fast.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from prometheus_client.utils import floatToGoString
 
 
 class StepSeries:
-    """The observations with one value of the label."""
+    """The recorded values for one value of the histogram's label."""
 
     __slots__ = ("_bounds", "counts", "total")
 
@@ -30,8 +30,8 @@ class StepSeries:
     def observe(self, value: float) -> None:
         """Counts a value. Several threads may call this method: each model and each version has an engine thread.
 
-        CPython switches between threads only at calls and at the end of a loop's pass. Here, no call is between the
-        reading and the writing of a number.
+        No lock is needed. CPython switches between threads only at calls and at the end of a loop iteration. Here, no
+        call is between reading a number and writing its new value.
         """
         self.counts[bisect_left(self._bounds, value)] += 1
         self.total += value

@@ -23,7 +23,10 @@ ENGINE = "0"
 
 @dataclass(frozen=True, slots=True)
 class VllmName:
-    """A metric name of vLLM, and the name ``source`` of this server's metric. Names of counters end with ``_total``."""
+    """One metric that is copied: ``source`` is its name in this server, and ``name`` its name in vLLM.
+
+    The names of counters end with ``_total``.
+    """
 
     name: str
     source: str
@@ -32,7 +35,7 @@ class VllmName:
     that differ only in other labels are added up. None if no label is kept.
     """
     difference: str = ""
-    """How the meaning of the values differs from that of vLLM, for the documentation."""
+    """Text for the documentation: how the meaning of the values differs from vLLM's. Empty if it is the same."""
 
 
 _MEAN = "the mean of each request, not one value for each token"

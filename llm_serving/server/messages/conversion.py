@@ -62,7 +62,9 @@ class MessagesChat(ChatRequest):
 
 
 def num_entries(body: ConversationFields) -> int:
-    """Returns the number of messages and blocks that ``chat_request`` converts. A long tool call counts several times.
+    """Returns the cost of ``chat_request``: about the number of messages and blocks that it converts.
+
+    A tool call with long arguments counts as several blocks.
     """
     blocks = chain.from_iterable(message.content for message in body.messages)
     return len(body.messages) + len(body.system or ()) + sum(map(_block_entries, blocks))

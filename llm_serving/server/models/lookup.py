@@ -1,8 +1,8 @@
 """Finds the model of a request, waits until the model is in memory, and keeps it there until the response was sent.
 
-Each version of a model has its own ``ServerState``, which is called its view. The view has the engine, the limits and
-the grammars of the version. A handler calls ``served`` when it knows the name of the model. From then on, it uses the
-returned view.
+A reload replaces the version of a model. Each version has its own ``ServerState``, which is called its view. The view
+has the engine, the limits and the grammars of the version. A handler gets the view of the main model. When it has read
+the name of the request's model, it calls ``served``, and then uses only the returned view.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def open_models(
     state: ServerState, models: PlannedModels, settings: ModelsConfig, agents: ExitStack
 ) -> ModelRegistry[ServerState]:
     """Returns the registry of a server. ``state`` serves the main model, and closing ``agents`` ends its agents."""
-    # Copy ``state`` for the first version. A reload changes ``state`` itself, and requests of the first version may
-    # still run then.
+    # Copy ``state`` for the main model's first version. When a reload ends this version, ``state`` changes to the new
+    # one, but requests of the first version may still run.
     view = replace(state)
     main = RunningVersion(0, state.engine, view, models.models[0].need, agents)
     make_view = partial(view_of, state)

@@ -34,9 +34,10 @@ async def response_of(
 ) -> AnyResponse:
     """Returns a response that is not streamed.
 
-    ``kind`` is the value of the response's member ``object``, OpenAI's name for the kind of a response. The function
-    ``choice`` makes one member of ``choices`` from an answer. If the response is long, another thread calls ``choice``.
-    ``scoring`` are the outputs of the sequences that score prompts. ``more`` makes further members of the response.
+    ``kind`` is the value of the member ``object``, OpenAI's name for the kind of a response. The function ``choice``
+    converts an answer to an element of the list ``choices``. The function ``more`` returns further members of the
+    response. If the response is long, another thread calls both functions. ``scoring`` are the outputs of the sequences
+    that score prompts.
     """
     num_output_tokens = sum(len(answer.token_ids) for answer in answers)
     head, tail = _head(generation, kind), {"usage": _usage(generation, num_output_tokens)}

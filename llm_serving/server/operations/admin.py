@@ -33,7 +33,7 @@ from llm_serving.version import __version__
 RECENT_STEP_S = 0.5
 """If a step completed within this number of seconds, the agents work, and ``/health/ready`` does not probe them."""
 PROBE_TIMEOUT_S = 1.0
-"""Maximum wait in seconds for the agents' replies. Agents that are only slow get more time, see ``AsyncEngine.probe``.
+"""Maximum wait in seconds for the agents' replies. ``AsyncEngine.probe`` waits longer if the agents are slow but alive.
 """
 
 _PUBLIC_FACTS = frozenset(

@@ -89,7 +89,9 @@ def _new_folder(state: ServerState) -> str:
 
 
 async def _started(state: ServerState, folder: str, *, is_local: bool) -> list[dict[str, object]]:
-    """Starts the profile in all agents. Raises UnavailableError if an agent does not start, and stops all others."""
+    """Starts the profile in all agents. If one agent cannot start it, stops it in all agents and raises
+    UnavailableError.
+    """
     running = state.profile
     try:
         agents = await _tell(state.engine, folder, START_TIMEOUT_S)
@@ -157,7 +159,9 @@ async def _stop_late(state: ServerState, folder: str) -> None:
 
 
 def _is_on(running: RunningProfile) -> bool:
-    """Returns whether a profile runs, or is being started. A profile whose engine has ended does not count."""
+    """Returns whether a profile runs or is being started. Returns False if the engine has ended, because the profile
+    ended with it.
+    """
     if running.engine is not None and running.engine.state == "stopped":
         running.folder = running.engine = None
     return running.folder is not None

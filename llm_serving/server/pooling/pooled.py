@@ -37,7 +37,8 @@ _RESULTS = {"embed": "embeddings", "score": "scores", "classify": "classes"}
 def pooling_of(state: ServerState, *tasks: str) -> Pooling:
     """Returns the server's settings for pooled results.
 
-    ``tasks`` are the tasks of the endpoint, for example ``embed``. Raises RequestError if the server has another task.
+    ``tasks`` are the tasks for which the endpoint exists, for example ``embed``. Raises RequestError if the server was
+    started with another task, or generates text.
     """
     pooling = state.settings.pooling
     if pooling is None or pooling.task not in tasks:

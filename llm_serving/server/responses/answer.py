@@ -36,7 +36,8 @@ class Responder:
         items: Sequence[StoredItem],
         tenant: str,
     ) -> None:
-        """``messages`` is the conversation before the answer, without the instructions. ``items`` are its input items.
+        """``messages`` are the chat messages of the conversation before the answer, without the instructions. ``items``
+        is the same conversation as items of ``/v1/responses``.
         """
         self.generation = generation
         self._body, self._messages, self._items, self._tenant = body, messages, items, tenant
@@ -88,12 +89,12 @@ class Responder:
     def keep(self, response: dict[str, Any]) -> None:
         """Stores a complete response, unless the request has ``"store": false``. Call this method on the event loop.
 
-        If the response is too large, its member ``store`` becomes false.
+        If the response is too large, does not store it, and sets its member ``store`` to false.
         """
         if self._body.store is False:
             return
         store, body = self.generation.state.responses, encode_in_pieces(response)
-        # Check the size before the conversation is encoded, too.
+        # Check the size of the response before the conversation is encoded, which takes time.
         if sum(map(len, body)) > store.max_size:
             response["store"] = False
             return

@@ -91,13 +91,18 @@ def image_fields(body: ResponsesRequest, earlier: Sequence[dict[str, Any]]) -> l
 
 
 _SEPARATORS = {"assistant": ""}
-"""An answer is stored as several items: text, reasoning and calls. They are one message of the assistant."""
+"""Maps a role to the text between the contents of neighbouring messages that become one message.
+
+An answer consists of several items (text, reasoning and calls), which become one message of the assistant. Messages of
+other roles are not joined.
+"""
 
 
 def num_entries(body: ResponsesRequest, earlier: Sequence[dict[str, Any]]) -> int:
-    """Returns the number of ``earlier`` messages, and of items and parts of ``body``, in the conversation.
+    """Returns the cost of converting a conversation: about the number of its messages, items and parts.
 
-    A long tool call counts several times.
+    ``earlier`` are the stored messages of the conversation, and ``body`` has its new items. A tool call with long
+    arguments counts as several items.
     """
     calls = chain.from_iterable(message.get("tool_calls", ()) for message in earlier)
     total = len(earlier) + sum(call_entries(len(call["function"]["arguments"])) for call in calls)

@@ -21,9 +21,9 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "functi
 
 
 def input_items(body: ResponsesRequest, response_id: str, earlier: Sequence[StoredItem]) -> list[StoredItem]:
-    """Returns the items of the conversation before the answer, oldest first, with ids.
+    """Returns the items of the conversation before the answer, oldest first. Gives an id to each item of ``body``.
 
-    ``earlier`` are the items of the responses that ``body`` continues, with their answers.
+    ``earlier`` are the items of the stored conversation that ``body`` continues, including its answers.
     """
     items, name = list(earlier), response_id.rpartition("-")[2]
     for number, item in enumerate(body.input):

@@ -29,8 +29,10 @@ class ItemWriter:
         self._logprobs = logprobs
         self._texts: list[str] = []
         self._full_logprobs, self._short_logprobs = GrowingList(), GrowingList()
-        """The log-probabilities of the open message, and the same without bytes. Each delta is encoded once. Three
-        events and the response repeat them all, and would take long to encode them again.
+        """Two lists with the log-probabilities of the open message: with and without the bytes of the tokens.
+
+        They grow with each delta, which is encoded only once. At the end of the message, three events and the response
+        contain all log-probabilities. Encoding them again would take long.
         """
         self._is_open = False
 

@@ -25,8 +25,8 @@ class MessageLogprobs:
     def __init__(self, tokenizer: Tokenizer, choice: Choice, count: int) -> None:
         """``count`` is the number of most likely tokens to report at each position."""
         self._tokenizer, self._count = tokenizer, count
-        # This detokenizer gets no stop strings, because it would hold back text that may begin one. So the position of
-        # a character is known as soon as its last token is known. Text after a stop string is never taken.
+        # With stop strings, the detokenizer would hold back text that may be the beginning of one. Without them, the
+        # position of a token's text is known immediately. The caller takes no text after a stop string.
         sampling = replace(choice.sampling, stop=())
         self._text = IncrementalDetokenizer.for_request(tokenizer, choice.prompt.token_ids, sampling)
         self._num_chars = 0
@@ -41,7 +41,7 @@ class MessageLogprobs:
         for position, token in enumerate(logits, len(self._kept)):
             begin = self._num_chars
             self._num_chars += len(self._text.append((token.token_id,))[0])
-            # A token with a part of a character completes no text. It belongs to the character that comes next.
+            # A token with only a part of a character adds no text yet. Its place is that of the next character.
             self._waiting.append((begin, max(self._num_chars, begin + 1), position))
         self._kept.extend(logits)
 

@@ -19,7 +19,7 @@ MAX_BYTES = 128 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class StoredItem:
-    """An item of a conversation: its id, and its encoded JSON. So a page of items is sent without parsing them."""
+    """An item of a conversation: its id, and the item as JSON. A page of items is sent without parsing this JSON."""
 
     id: str
     json: bytes
@@ -34,7 +34,7 @@ class StoredResponse:
     """A response and its conversation, all as JSON."""
 
     body: Sequence[bytes]
-    """The response in pieces. Long pieces are the objects that are also sent to the client, so they are not copied."""
+    """The response in pieces. Long pieces are the same ``bytes`` objects as those sent to the client, not copies."""
     messages: bytes
     """The messages of the conversation. The last one is the answer."""
     items: Sequence[StoredItem]
@@ -49,9 +49,9 @@ class StoredResponse:
 
 
 _ENTRY_BYTES = 512
-"""Memory of an entry in bytes, in addition to its texts."""
+"""Memory of a ``StoredResponse`` in bytes, in addition to its body, messages and items."""
 _ITEM_BYTES = 200
-"""Memory of an item in bytes, in addition to its JSON."""
+"""Memory of a ``StoredItem`` in bytes, in addition to its JSON."""
 
 
 @dataclass(slots=True)

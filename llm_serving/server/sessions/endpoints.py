@@ -31,7 +31,10 @@ MAX_TRANSFERS = 4
 MEDIA_TYPE = "application/octet-stream"
 _POLL_S = 0.1
 _MAX_POLLS = 300
-"""An export or import waits for the nodes' weights for at most this number of polls."""
+"""Maximum number of polls, one every ``_POLL_S``, in which an export or import waits for the nodes.
+
+The nodes must first have compared their weights with the server's.
+"""
 
 
 async def _list_sessions(state: ServerState, request: Request) -> Response:
@@ -110,8 +113,8 @@ async def _receive(state: ServerState, request: Request, work: SessionImport) ->
 
 
 class _SessionFile:
-    """The response with a session file. It waits for a slow client. During this time, it holds no blocks of the KV
-    cache.
+    """The response with a session file, sent piece by piece. While it waits for a slow client, it keeps no blocks of
+    the KV cache in use.
 
     If the agents are lost, the response ends without its last chunk. So the client sees that the file is incomplete.
     """
@@ -198,8 +201,8 @@ def _tiers_of(state: ServerState) -> tuple[KvTiers, BlockTransfers]:
 async def _identity(tiers: KvTiers) -> BlockIdentity:
     """Returns the facts that determine the values in the blocks: model, weights and kernels.
 
-    Waits while no node has compared its weights with the server's. Raises UnavailableError if the weights on disk have
-    changed, or if the nodes take too long.
+    If all agents are on nodes, waits until a node has compared its weights with the server's. Raises UnavailableError
+    if this takes too long, or if the weights on disk have changed.
     """
     try:
         identity = await asyncio.to_thread(tiers.identity)
