@@ -83,6 +83,8 @@ class ExchangeBridge:
         ``patience_s`` is the time without data and beats after which a connection counts as broken.
         """
         self.problem = ""
+        self.last_update = 0.0
+        """The time at which data of another node arrived last, by ``time.monotonic``."""
         self._memory, self._share, self._key, self._note = memory, share, key, note
         self._patience_s, self._unreached_limit_s = patience_s, unreached_limit_s
         self._lines = FlagLines(memory)
@@ -376,4 +378,5 @@ class ExchangeBridge:
                 begin = stream.place(value)
                 self._fill(link, mapping[begin : begin + num_bytes])
             present[number] = value
+            self.last_update = time.monotonic()
             self._lines.publish(stream.line, value)

@@ -102,6 +102,8 @@ class Session:
         self._in_flight: dict[int, int] = {}
         """For each step slot in use: the number of agents that have not replied to its step yet."""
         self._last_result = 0.0
+        self._is_quiet = False
+        """The last value that ``_report_quiet`` has sent."""
         self._next_beat = 0.0
 
     def run(self, stop_descriptor: int) -> None:
@@ -138,7 +140,9 @@ class Session:
         if self._bridge_lost_at is not None and now >= self._bridge_lost_at and self.bridge is not None:
             raise AgentLostError(self.bridge.problem)
         if (look := self._next_look()) is not None and now >= look and self._group is not None:
-            self._group.look(now, self._last_result, self._in_flight)
+            self._group.look(now, self._last_sign, self._in_flight)
+        if self.bridge is not None and self._group is not None:
+            self._report_quiet(self._group)
 
     @property
     def _is_ready(self) -> bool:
@@ -149,7 +153,19 @@ class Session:
         return self._group is not None and self._group.answers
 
     def _next_look(self) -> float | None:
-        return None if self._group is None or not self._in_flight else self._group.next_look(self._last_result)
+        return None if self._group is None or not self._in_flight else self._group.next_look(self._last_sign)
+
+    @property
+    def _last_sign(self) -> float:
+        """The time of the last result of an agent, or of the last data of another node of the group."""
+        return self._last_result if self.bridge is None else max(self._last_result, self.bridge.last_update)
+
+    def _report_quiet(self, group: AgentGroup) -> None:
+        """Tells the server if the agents have begun or ended to do nothing, because only the server knows all nodes."""
+        is_quiet = bool(self._in_flight) and group.is_quiet(self._last_sign)
+        if is_quiet != self._is_quiet:
+            self._is_quiet = is_quiet
+            self._send(link.control(link.Quiet(is_quiet)))
 
     def _stop(self) -> None:
         raise LinkEndedError("this process is stopping")

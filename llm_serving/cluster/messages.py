@@ -13,6 +13,7 @@ messages of its own, about the node and about all its agents together:
       | <--------------------- GroupReady |   every agent is ready
       |--- steps and other messages ----->|
       | <------------- messages of agents |
+      | <-------------------------- Quiet |   only from a node of a group that spans several nodes: its agents sleep
       | <---------------------- GroupLost |   the agents have ended; the node then closes the link
       |--- SendBlocks ------------------->|   send blocks of the hand-over pools to another node
       | <---------------------- BlocksSent |
@@ -41,7 +42,7 @@ from llm_serving.config.parallel_section import MAX_SENT_BLOCKS
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.messages import LongText, ShortText, UInt
 
-LINK_VERSION = 6
+LINK_VERSION = 7
 BEAT_S = 0.5
 """Seconds between two signs of life (messages ``Beat``)."""
 SERVER_PATIENCE_S = 2.4
@@ -180,6 +181,14 @@ class GroupReady(LinkMessage, frozen=True, tag="group_ready"):
     """The secret that the server must know to use the host blocks of this node. Empty without KV tiers."""
 
 
+class Quiet(LinkMessage, frozen=True, tag="quiet"):
+    """Node of a group that spans nodes to server: whether all agents of the node have slept for longer than their step
+    may take, and no data of other nodes has arrived meanwhile. If this is true for all nodes, the group hangs.
+    """
+
+    is_quiet: bool
+
+
 class GroupLost(LinkMessage, frozen=True, tag="group_lost"):
     """Node to server: an agent has failed, so the node ends all agents of the group."""
 
@@ -263,7 +272,7 @@ class Beat(LinkMessage, frozen=True, tag="beat"):
 
 
 ToNode = Hello | Start | SendBlocks | LoadAdapter | AdapterPart | TilePart | End | Beat
-ToServer = Welcome | Refused | ClusterAt | Progress | GroupReady | GroupLost | BlocksSent | WantAdapter | Beat
+ToServer = Welcome | Refused | ClusterAt | Progress | GroupReady | Quiet | GroupLost | BlocksSent | WantAdapter | Beat
 
 _ENCODER = msgspec.msgpack.Encoder()
 _NODE_DECODER = msgspec.msgpack.Decoder(ToNode)

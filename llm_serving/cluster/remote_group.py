@@ -105,6 +105,10 @@ class RemoteGroup:
         self.members = [RemoteMember(rank, str(node.address)) for rank in ranks]
         self.started_at = time.monotonic()
         self.is_ready = False
+        self.is_quiet = False
+        """True if the agents have steps, but only wait for agents on other nodes, or hang."""
+        self._unanswered: dict[int, int] = {}
+        """For each step slot in use: the number of agents that have not replied to its step yet."""
         self._answering = answering - ranks.start if self.answers else 0
         self._start = partial(link.Start, config.to_json(), model)
         self._node = node
@@ -141,6 +145,11 @@ class RemoteGroup:
         self._channel.allow(self.slots[0].layout.slot_bytes + MAX_FRAME_BYTES)
 
     @property
+    def has_steps(self) -> bool:
+        """True if an agent has not replied to a step."""
+        return bool(self._unanswered)
+
+    @property
     def node_name(self) -> str:
         return self._node.name
 
@@ -167,6 +176,7 @@ class RemoteGroup:
         """
         contents = b""
         if isinstance(message, messages.Step):
+            self._unanswered[message.slot] = len(self.members)
             if self._tiles is not None:
                 self._tiles.send_tiles(self.slots[message.slot])
             contents = self._contents[message.slot].inputs()
@@ -307,6 +317,10 @@ class RemoteGroup:
                     f"slots 0 to {NUM_SLOTS - 1}, from the node whose agent writes the results"
                 )
             self._contents[message.slot].write_results(carried.contents)
+        if isinstance(message, StepDone | messages.StepFailed) and message.slot in self._unanswered:
+            self._unanswered[message.slot] -= 1
+            if not self._unanswered[message.slot]:
+                del self._unanswered[message.slot]
         if isinstance(message, messages.AdapterLoaded):
             self._adapters.take(message)
         return carried.member, message
@@ -316,6 +330,8 @@ class RemoteGroup:
             self._report(self.members[message.member].rank, message.stage, message.done, message.total)
         elif isinstance(message, GroupReady):
             self._note_ready(message)
+        elif isinstance(message, link.Quiet):
+            self.is_quiet = message.is_quiet
         elif isinstance(message, GroupLost):
             raise self._lost(message.error)
         elif isinstance(message, link.ClusterAt) and self.on_cluster is not None:

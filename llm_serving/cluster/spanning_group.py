@@ -17,7 +17,7 @@ from llm_serving.cluster.messages import SECRET_BYTES, Place, Share
 from llm_serving.cluster.nodes import Node
 from llm_serving.cluster.remote_group import RemoteGroup, RemoteMember, RemotePart, new_slots
 from llm_serving.config import Config
-from llm_serving.errors import AgentError
+from llm_serving.errors import AgentError, AgentLostError
 from llm_serving.executor.group import Received, Source
 from llm_serving.ipc import messages
 from llm_serving.ipc.adapters import AdapterMemory
@@ -86,9 +86,16 @@ class SpanningGroup:
         return min(due for part in self._parts if (due := part.next_look(last_result)) is not None)
 
     def look(self, now: float, last_result: float, slots: Iterable[int]) -> None:
-        """Sends a sign of life to each node if one is due. Raises AgentError if a node is lost or has been drained."""
+        """Sends a sign of life to each node if one is due. Raises AgentError if a node is lost or has been drained.
+
+        Also raises AgentLostError if all agents that have a step only wait for each other.
+        """
         for part in self._parts:
             self._call(part, partial(part.look, now, last_result, slots))
+        waiting = [part for part in self._parts if part.has_steps]
+        if waiting and all(part.is_quiet for part in waiting):
+            nodes = ", ".join(part.node_name for part in waiting)
+            raise AgentLostError(f"all agents on {nodes} have done nothing for too long in the middle of a step")
 
     def describe_loss(self, noticed: AgentError) -> AgentError:
         return noticed if self._lost is None else self._lost.describe_loss(noticed)

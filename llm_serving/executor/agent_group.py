@@ -67,8 +67,9 @@ class AgentGroup:
         """
         self._min_sleep_s = min_sleep_s
         self._first_rank = ranks.start
-        self._may_sleep = config.device != "CPU" or part is not None
-        """True if all agents of this machine may sleep in a step, until a device or another machine is done."""
+        self._may_sleep = config.device != "CPU"
+        """True if all agents of this machine may sleep in a step, until a device is done."""
+        self._waits_for_others = part is not None
         answering = answering_rank(replica, config.parallel_config)
         self.answers = answering in ranks
         """True if the agent that writes the results of steps is on this machine."""
@@ -136,8 +137,16 @@ class AgentGroup:
             self.is_ready = all(link.is_ready for link in self.links)
         if self.is_ready:
             pids = [link.process.pid for link in self.links]
-            may_sleep, min_sleep_s = self._may_sleep, self._min_sleep_s
-            self._vitals = Vitals(pids, self._first_rank, may_sleep=may_sleep, min_sleep_s=min_sleep_s)
+            self._vitals = Vitals(
+                *(pids, self._first_rank),
+                may_sleep=self._may_sleep,
+                min_sleep_s=self._min_sleep_s,
+                waits_for_others=self._waits_for_others,
+            )
+
+    def is_quiet(self, last_result: float) -> bool:
+        """Returns True if all agents of this machine may only wait for agents on other machines, see ``Vitals``."""
+        return self._vitals is not None and self._vitals.is_quiet(last_result)
 
     def next_look(self, last_result: float | None) -> float | None:
         return None if last_result is None or self._vitals is None else self._vitals.next_look(last_result)

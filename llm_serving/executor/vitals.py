@@ -43,14 +43,26 @@ class Vitals:
     """Watches the processes of a group of agents while they have a step. ``pids`` are in order of rank.
 
     ``may_sleep`` is True if a device computes the step. All threads of an agent may then sleep until the device is
-    done. Agents that sleep are not counted as lost before ``min_sleep_s`` seconds have passed.
+    done. Agents that sleep are not counted as lost before ``min_sleep_s`` seconds have passed. ``waits_for_others`` is
+    True if the group has agents on other machines. Agents that sleep are then quiet, and never lost, because they may
+    wait for the others.
     """
 
-    def __init__(self, pids: Sequence[int], first_rank: int, *, may_sleep: bool, min_sleep_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        pids: Sequence[int],
+        first_rank: int,
+        *,
+        may_sleep: bool,
+        min_sleep_s: float = 0.0,
+        waits_for_others: bool = False,
+    ) -> None:
         self._pids = pids
         self._min_sleep_s = min_sleep_s
         self._first_rank = first_rank
         self._may_sleep = may_sleep
+        self._waits_for_others = waits_for_others
+        self._is_quiet = False
         self._looked_at = 0.0
         self._pauses = PauseWatch()
         self._stopped_since: float | None = None
@@ -64,6 +76,14 @@ class Vitals:
         ``last_result`` is the time of the last result, by the same clock.
         """
         return max(self._looked_at, last_result) + LOOK_EVERY_S
+
+    def is_quiet(self, last_result: float) -> bool:
+        """Returns True if the agents have slept for longer than their step may take, so that they only wait for agents
+        on other machines, or hang.
+
+        ``last_result`` is the time of the last result, or of the last data from other machines.
+        """
+        return self._is_quiet and last_result < self._looked_at
 
     def look(self, now: float, last_result: float, forecast_s: float | None, longest_s: float) -> str | None:
         """Returns the reason why the agents will never complete their step, or None if they may still complete it.
@@ -89,7 +109,8 @@ class Vitals:
         sleep_s = max(patience_s, self._min_sleep_s)
         is_asleep = all(states) and not _any_works(self._pids, states)
         self._asleep_since = _since(self._asleep_since, is_asleep, now)
-        if self._asleep_since is not None and now - self._asleep_since >= sleep_s:
+        self._is_quiet = self._asleep_since is not None and now - self._asleep_since >= sleep_s
+        if self._is_quiet and not self._waits_for_others:
             return f"agents from {self._first_rank} have done nothing for {sleep_s:.1f} s in the middle of a step"
         if forecast_s is None:
             self._seconds_before = {}

@@ -130,7 +130,9 @@ def stage(node: NodeExchange, index: int) -> Exchange:
 
 
 def test_a_pipeline_passes_activations_and_tokens_between_nodes(make_nodes: Any) -> None:
-    first, last = (stage(node, index) for index, node in enumerate(make_nodes(1, 2, 2)))
+    nodes = make_nodes(1, 2, 2)
+    assert [node.bridge.last_update for node in nodes] == [0.0, 0.0]
+    first, last = (stage(node, index) for index, node in enumerate(nodes))
     steps = [np.random.default_rng(n).random((1 + n % 16, 64), np.float32) for n in range(60)]
     found: list[np.ndarray[Any, Any]] = []
 
@@ -152,6 +154,7 @@ def test_a_pipeline_passes_activations_and_tokens_between_nodes(make_nodes: Any)
     thread.join()
     for step, out in zip(steps, found, strict=True):
         np.testing.assert_array_equal(step, out)
+    assert all(node.bridge.last_update > 0.0 for node in nodes)
 
 
 def test_a_lost_connection_is_reported(make_nodes: Any) -> None:

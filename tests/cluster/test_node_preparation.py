@@ -93,6 +93,20 @@ def session(tmp_path, monkeypatch):
         each.close()
 
 
+def test_a_node_reports_when_its_agents_begin_and_end_to_do_nothing(session):
+    node = session.it
+    group = SimpleNamespace(is_quiet=lambda last_sign: last_sign < 10.0)
+    node.bridge = SimpleNamespace(last_update=5.0)
+    node._report_quiet(group)
+    assert session.channel.sent == [], "the agents have no step"
+    node._in_flight[0] = 1
+    node._report_quiet(group)
+    node._report_quiet(group)
+    node.bridge.last_update = 11.0
+    node._report_quiet(group)
+    assert session.channel.sent == [link.control(link.Quiet(is_quiet)) for is_quiet in (True, False)]
+
+
 def test_a_node_sends_signs_of_life_while_it_reserves_memory(session, monkeypatch):
     has_beaten = []
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import signal
+import time
+from contextlib import nullcontext
 
 import pytest
 
 from llm_serving.cluster import messages as link
+from llm_serving.errors import AgentLostError
 from llm_serving.executor.base import AgentLeaving, AgentLost, AgentReady, AgentStatus
 from llm_serving.executor.hccl_cluster import ClusterPlace
 from support.executor_steps import events_until, prefill, results
@@ -97,6 +100,35 @@ def test_a_lost_agent_or_node_restarts_the_whole_group(spanning, make_node, pool
     assert results(executor, 1)[0].sampled_ids == [stub_token(1, 0)]
     if fault == "second node killed":
         assert "reserve" in used(pool)
+
+
+def test_agents_that_hang_on_all_nodes_are_replaced(spanning):
+    executor, _ = spanning
+    executor.submit(prefill(0, HANG))
+    [*_, lost] = events_until(executor, AgentLost)
+    assert "all agents on node" in lost.error
+    assert "have done nothing for too long in the middle of a step" in lost.error
+    events_until(executor, AgentReady)
+    executor.submit(prefill(1, 5))
+    assert results(executor, 1)[0].sampled_ids == [stub_token(1, 0)]
+
+
+def test_a_group_is_lost_if_all_agents_with_a_step_are_quiet(spanning):
+    """An agent that has replied waits for the server, so it does not matter whether it is quiet."""
+    executor, _ = spanning
+    group = executor.group
+    for quiet, open_steps, is_lost in (
+        ([True, True], [1, 1], True),
+        ([True, False], [1, 1], False),
+        ([False, True], [0, 1], True),
+        ([False, False], [0, 1], False),
+        ([False, False], [0, 0], False),
+    ):
+        for part, value, count in zip(group._parts, quiet, open_steps, strict=True):
+            part._handle(link.Quiet(value))
+            part._unanswered = dict.fromkeys(range(count), 1)
+        with pytest.raises(AgentLostError, match="all agents on") if is_lost else nullcontext():
+            group.look(time.monotonic(), time.monotonic(), [])
 
 
 def test_a_step_that_all_agents_refuse_harms_no_other(spanning):

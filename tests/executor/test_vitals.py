@@ -67,6 +67,29 @@ def test_the_patience_with_agents_that_sleep(
     assert reason == f"agents from 0 have done nothing for {patience_s:.1f} s in the middle of a step"
 
 
+def test_agents_that_may_wait_for_other_machines_are_quiet_but_not_lost(asleep: int) -> None:
+    agents = Vitals([asleep], 0, may_sleep=False, waits_for_others=True)
+    for tick in range(20):
+        assert agents.look(100.0 + tick / 4, 99.0, 0.0, 0.0) is None
+        assert agents.is_quiet(99.0) is (tick / 4 >= GRACE_S)
+    assert not agents.is_quiet(104.9), "data have arrived after the last look"
+    assert agents.look(105.0, 104.9, 0.0, 0.0) is None
+    assert not agents.is_quiet(104.9)
+
+
+def test_an_agent_that_may_wait_for_other_machines_is_lost_if_it_computes_without_end() -> None:
+    forecast_s = (0.05 - GRACE_S) / GRACE_STEPS  # for a limit of 0.05 s
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        agents, reason, now = Vitals([process.pid], 0, may_sleep=False, waits_for_others=True), None, 100.0
+        deadline = time.monotonic() + time_limit(20.0)
+        while (reason := agents.look(now, 99.0, forecast_s, 0.0)) is None and time.monotonic() < deadline:
+            now += 0.25
+            time.sleep(0.02)
+        process.kill()
+    assert reason is not None
+    assert "has computed for" in reason
+
+
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_a_pause_of_this_process_is_no_sleep_of_the_agents(asleep: int, is_stopped: bool) -> None:
     if is_stopped:
