@@ -249,7 +249,10 @@ class TokenLogits:
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """One reason why a request waited, with its time. It blocked the request itself, or the first one of the queue."""
+    """One reason why a request waited in the queue, and for how long.
+
+    The reason blocked the request itself, or the request that was first in the queue at that time.
+    """
 
     reason: BlockReason
     times: int

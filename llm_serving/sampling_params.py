@@ -29,12 +29,12 @@ class SamplingParameter:
     """NumPy type of the parameter's column in the step slot; empty if only the server uses the parameter."""
     low: float | None
     above: float | None
-    """Exclusive lower limit."""
+    """The value must be above this number. None: no limit of this kind. (``low`` is the smallest permitted value.)"""
     high: float | None
     max_items: int | None
-    """Maximum length of a list."""
+    """Maximum length, if the value is a list. Otherwise None."""
     max_chars: int | None
-    """Maximum length of each string of a list."""
+    """Maximum length of each string, if the value is a list of strings. Otherwise None."""
     needs_history: bool
     """True if the sampler needs the history of the sequence (its known tokens) for this parameter."""
 

@@ -35,7 +35,7 @@ _INTEGER = re.compile(r"-?[0-9]{1,15}")
 
 @dataclass(frozen=True, slots=True)
 class KeyRights:
-    """The rights of a key's requests. None means no limit."""
+    """The rights of a key's requests, and limits on them. A limit is None if the key does not have it."""
 
     admin: bool = False
     """True if the key may read metrics and facts about the server, and profile the agents."""
@@ -45,7 +45,7 @@ class KeyRights:
     priority: int = 0
     """The most urgent priority that a request may state. A smaller number is more urgent."""
     models: frozenset[str] | None = None
-    """Names of the models that the key may use."""
+    """Names of the models that the key may use. None: all models."""
     sessions: bool = False
     """True if the key may export and import sessions."""
 

@@ -22,13 +22,13 @@ _UNIX_KEY = "serving_config.unix_socket"
 
 
 class Sockets(NamedTuple):
-    """The listening sockets of the server. A socket that the config does not ask for is None."""
+    """The listening sockets of the server."""
 
     http: socket.socket
     admin: socket.socket | None
-    """The socket for administration."""
+    """The socket for administration. None if the config has no port for it."""
     unix: socket.socket | None
-    """The socket for programs on the same machine."""
+    """The UNIX socket for programs on the same machine. None if the config names none."""
 
 
 def open_sockets(settings: ServingConfig, owned: ExitStack) -> Sockets:

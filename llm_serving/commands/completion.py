@@ -41,8 +41,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def completion_script(shell: str) -> str:
-    """Returns the completion script. If the packages of a sub-command are not installed, the script completes only its
-    name.
+    """Returns the completion script. If the packages of a sub-command are not installed, the script completes the name
+    of the sub-command, but not its options.
     """
     whole = argparse.ArgumentParser(prog=PROGRAM, allow_abbrev=False)
     commands = whole.add_subparsers()

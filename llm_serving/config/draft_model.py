@@ -44,7 +44,7 @@ class DraftModel:
     """Absolute path of its Hugging Face folder or GGUF file. None for an MTP layer of a model without files."""
     shape: ModelShape
     stored_weight_format: str | None = None
-    """Format of the draft model's quantized weights, like ``Config.stored_weight_format`` for the model."""
+    """Format of the draft model's quantized weights, ``int8`` or ``int4``. None if all weights are floats."""
     stored_weight_group: int = 1
     head: Head | None = None
     """The draft head. None if the draft model is a complete model."""

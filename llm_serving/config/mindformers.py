@@ -98,7 +98,7 @@ class MindFormersFile:
     """Sizes of the model. None if the file has no ``model.model_config``, or one without sizes."""
     compute_dtype: str | None = None
     model_folder: str | None = None
-    """Value of the key ``pretrained_model_dir``."""
+    """Value of the key ``pretrained_model_dir``. None if the file does not have this key."""
     unused: tuple[UnusedSetting, ...] = ()
 
     def unused_on(self, device: str) -> tuple[UnusedSetting, ...]:

@@ -284,7 +284,7 @@ class Resolver:
 
     @property
     def _folder_is_overridden(self) -> bool:
-        """Whether ``--set`` names the model folder. The folder's sizes and tokens then replace those of the YAML."""
+        """True if ``--set`` names the model folder. The folder's sizes and tokens then replace those of the YAML."""
         return self._raw.is_overridden("model_config.model_path")
 
     def _find(self, key: str, name: str | None) -> Path | None:
@@ -302,7 +302,10 @@ class Resolver:
         return path
 
     def _folder(self, mindformers: MindFormersFile | None) -> Path | None:
-        """Returns the model folder: ``model_path``, or else ``pretrained_model_dir`` of the MindFormers YAML."""
+        """Returns the model folder: ``model_path``, or else ``pretrained_model_dir`` of the MindFormers YAML.
+
+        Returns None if the configuration states no model folder.
+        """
         stated = mindformers.model_folder if mindformers else None
         if self._model.model_path is not None or stated is None or self._model.load_format == "dummy":
             return self._find("model_config.model_path", self._model.model_path)

@@ -53,7 +53,10 @@ def read_sampling_defaults(path: Path) -> SamplingDefaults:
 
 
 def _value(found: TypedFields, name: str) -> float | int | None:
-    """Returns the value of one sampling parameter. For an integer parameter, the file may have a float such as 50.0."""
+    """Returns the value of one sampling parameter, or None if the file does not state it.
+
+    For an integer parameter, the file may have a float such as 50.0.
+    """
     value, limits = found.value(name), PARAMETERS[name]
     if value is None:
         return None

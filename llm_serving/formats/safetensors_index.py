@@ -1,4 +1,4 @@
-"""Reads and checks the index of a safetensors file: the name, type, shape and place of each tensor.
+"""Reads and checks the index of a safetensors file: the name, type, shape and position of each tensor.
 
 The format is 8 bytes N (little-endian), N bytes of JSON {name: {dtype, shape, data_offsets: [begin, end]}}, then the
 data.

@@ -174,7 +174,10 @@ def check_architecture(header: Header) -> None:
 
 
 def _vocabulary_size(header: Header) -> int | None:
-    """Returns the number of rows of the embedding. The list of tokens may be shorter: some models pad the embedding."""
+    """Returns the number of rows of the embedding, or None if the file has no embedding.
+
+    The list of tokens may be shorter, because some models pad the embedding.
+    """
     embedding = header.tensors.get("token_embd.weight")
     return None if embedding is None else embedding.shape[0]
 

@@ -67,7 +67,7 @@ class WordRule:
     patterns: tuple[str, ...] = ()
     """Regular expressions that split the text one after the other. Empty: the rule of GPT-2."""
     single_digits: bool = False
-    """If True, each digit is a word, and GPT-2's rule splits the rest."""
+    """If True, each digit is a word, and GPT-2's rule splits the text between the digits."""
     normalises: bool = False
     """If True, the text is first normalised to Unicode NFC."""
     whole_words: bool = False
@@ -121,7 +121,10 @@ class Vocabulary:
         return self.kind in _SENTENCEPIECE_KINDS
 
     def added(self) -> Iterator[tuple[int, str, bool]]:
-        """Yields each literal token: its id, its text, and whether it is a special token."""
+        """Yields the tokens whose text is found in the input before it is split into words.
+
+        For each, yields its id, its text, and True if it is a special token.
+        """
         for token_id, kind in enumerate(self.types):
             if kind in (_CONTROL, _USER_DEFINED):
                 yield token_id, self.tokens[token_id], kind == _CONTROL

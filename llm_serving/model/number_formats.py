@@ -51,9 +51,9 @@ class WeightFormat:
     layouts: tuple[str, ...] = ()
     """Layouts of safetensors checkpoints with integers of the format: ``gptq``, ``awq`` and others."""
     gguf_type: str | None = None
-    """GGUF's name of tensors with integers of the format, for example ``Q8_0``."""
+    """GGUF's name of tensors with integers of the format, for example ``Q8_0``. None if GGUF has no tensors for it."""
     perplexity_limit: float | None = None
-    """Maximum relative increase of the perplexity that ``tools/quality_gate.py`` accepts."""
+    """Maximum relative increase of the perplexity that ``tools/quality_gate.py`` accepts. None: no limit."""
 
     @property
     def is_float(self) -> bool:

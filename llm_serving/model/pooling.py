@@ -31,7 +31,7 @@ METHODS = {
     "weightedmean_tokens": WEIGHTED_MEAN,
     "weightedmean": WEIGHTED_MEAN,
 }
-"""Maps the names of pooling methods in sentence-transformers to the names here."""
+"""Maps the names of pooling methods in sentence-transformers to the values of ``Pooling.method``."""
 SOFTMAX, SIGMOID, IDENTITY = "softmax", "sigmoid", "identity"
 PROBLEM_TYPES = {
     "single_label_classification": SOFTMAX,
@@ -77,7 +77,7 @@ class Pooling:
     """Numbers of dimensions to which a client may shorten an embedding. Empty if the model declares none."""
     prompts: tuple[Prompt, ...] = ()
     default_prompt: str = ""
-    """Name of the prompt for texts that name no prompt in ``prompt_name``. Empty: such texts get no prompt."""
+    """Name of the prompt for texts that name no prompt in ``prompt_name``. Empty: these texts get no prompt."""
     score_tokens: tuple[int, ...] = ()
     """Token ids whose logits give a score: the token for no, and the token for yes. Empty for embeddings."""
 

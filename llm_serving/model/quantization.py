@@ -49,7 +49,7 @@ class Quantization:
     zeros_minus_one: bool = False
     """If True, the checkpoint stores each zero point minus one, as GPTQ's first format does."""
     description: Description | None = None
-    """The scheme of every tensor, in the layout ``model-slim``."""
+    """The scheme of every tensor, in the layout ``model-slim``. None in all other layouts."""
 
     @property
     def format(self) -> WeightFormat:

@@ -35,7 +35,8 @@ class RopeScaling:
     beta_slow: float = 1.0
     """``yarn``: frequencies with at most this number of rotations are divided by ``factor``."""
     truncate: bool = True
-    """``yarn``: the range of head dimensions between ``beta_fast`` and ``beta_slow`` is widened to whole numbers."""
+    """``yarn``: if True, the range of head dimensions between ``beta_fast`` and ``beta_slow`` is widened to whole
+    numbers."""
     attention_factor: float = 1.0
     """``yarn`` and ``longrope``: cosines and sines are multiplied by this factor."""
     short_factors: tuple[float, ...] = ()

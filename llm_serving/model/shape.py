@@ -144,7 +144,10 @@ class ModelShape:
 
     @property
     def rotary_width(self) -> int:
-        """Number of elements in a row of the rotary tables. The part of a head without rotation has elements, too."""
+        """Number of elements in a row of the rotary tables. A row covers a whole head, even if only a part is rotated.
+
+        With latent attention, a row covers only the rotated part.
+        """
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property

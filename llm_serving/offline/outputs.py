@@ -21,15 +21,17 @@ class OutputChoice:
     token_ids: tuple[int, ...]
     """All generated token ids, including those of the reasoning and of tool calls."""
     finish_reason: str
-    """``stop``, ``length``, or ``tool_calls`` in a chat."""
+    """``stop`` or ``length``. In a chat, it may also be ``tool_calls``."""
     stop_reason: str | int | None
-    """The stop string or token id that ended the text."""
+    """The stop string or stop token id that ended the text. None if the text ended for another reason."""
     logprobs: dict[str, Any] | None
-    """Log-probabilities in the form of the HTTP endpoint: ``/v1/completions`` for ``generate``,
-    ``/v1/chat/completions`` for ``chat``.
+    """Log-probabilities, or None if they were not requested. The form is that of the HTTP endpoint: of
+    ``/v1/completions`` for ``generate``, and of ``/v1/chat/completions`` for ``chat``.
     """
     message: dict[str, Any] | None
-    """Message of a chat: ``content``, ``tool_calls`` and ``reasoning_content``, as in OpenAI's API."""
+    """Message of a chat: ``content``, ``tool_calls`` and ``reasoning_content``, as in OpenAI's API. None for
+    ``generate``.
+    """
 
 
 @dataclass(frozen=True, slots=True)

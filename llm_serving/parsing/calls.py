@@ -92,8 +92,9 @@ def _calls_with_semicolons(reader: Reader, options: CallOptions) -> Steps[None]:
 
 
 def mistral(reader: Reader, options: CallOptions) -> Steps[None]:
-    """Reads Mistral's calls: ``[TOOL_CALLS]`` and then a list of objects, ``name{...}`` or
-    ``name[CALL_ID]id[ARGS]{...}``.
+    """Reads Mistral's calls, which follow the marker ``[TOOL_CALLS]``.
+
+    They have one of three forms: a JSON list of objects, ``name{...}``, or ``name[CALL_ID]id[ARGS]{...}``.
     """
     marker = yield from pass_until(reader, (MISTRAL_CALLS,), reader.content)
     while marker is not None:

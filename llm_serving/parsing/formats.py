@@ -38,7 +38,7 @@ class ToolFormat:
     markers: tuple[str, ...] = ()
     """Special tokens that must not be removed from the text, because the parser finds the calls by these tokens."""
     arguments: str = "json"
-    """``json``, or ``xml`` for parameters in tags."""
+    """How the model writes the arguments: ``json`` for a JSON object, ``xml`` for one tag per parameter."""
     id_pattern: str = ""
     """Regular expression of an id between ``begin`` and ``after_id``. Empty if the model writes no ids."""
     after_id: str = ""

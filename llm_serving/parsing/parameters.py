@@ -16,8 +16,8 @@ MAX_REFERENCES = 8
 
 
 def resolve(schema: object, root: Mapping[str, Any]) -> object:
-    """Returns the schema to which a local reference (``$ref``) leads, or ``schema`` if it is no reference. Returns None
-    after too many references. ``root`` is the whole schema.
+    """Returns the schema to which a local reference (``$ref``) leads. Returns ``schema`` itself if it is not a
+    reference, and None after too many references. ``root`` is the whole schema.
     """
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, Mapping):

@@ -191,7 +191,10 @@ def expect(reader: Reader, *texts: str) -> Steps[str | None]:
 
 
 def expect_end(reader: Reader, *texts: str) -> Steps[str | None]:
-    """Works like ``expect``. If the input ends with the beginning of one of ``texts``, this beginning is dropped."""
+    """Reads one of ``texts`` if it comes next. Returns this text, or None if another text comes next.
+
+    If the output ends after the beginning of one of ``texts``, drops this beginning and returns None.
+    """
     found = yield from expect(reader, *texts)
     if found is None and reader.is_closed and any(text.startswith(reader.text) for text in texts):
         reader.take(len(reader.text))

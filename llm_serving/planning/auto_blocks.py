@@ -22,7 +22,7 @@ SPARE_FRACTION = {"CPU": 0.10, "Ascend": 0.05}
 
 
 SHORTEST = 256
-"""The least maximum sequence length, in tokens, that ``fit_length`` chooses. If even this length does not fit,
+"""``fit_length`` never chooses a maximum sequence length below this number of tokens. If this length does not fit,
 ``plan_memory`` later raises an error with the numbers.
 """
 

@@ -109,8 +109,8 @@ class MemoryPlan:
     """
 
     others: tuple[MemoryPlan, ...] = ()
-    """Plans of the other machines, if a replica spans several machines. They need at most as much memory as this plan,
-    but another part of it may be for blocks.
+    """Plans of the other machines, if a replica spans several machines. They need at most as much memory as this plan.
+    But a KV cache block may need more memory there, so these machines also limit the number of blocks.
     """
 
     def bytes_of(self, name: str) -> int:
@@ -147,7 +147,10 @@ class MemoryPlan:
 
     @property
     def spare_blocks(self) -> int | None:
-        """Number of further blocks that fit into the memory of each machine, negative if the plan does not fit."""
+        """Number of further blocks that fit into the memory of each machine, negative if the plan does not fit.
+
+        None if the available memory is not known.
+        """
         if self.available_bytes is None:
             return None
         own = (self.available_bytes - self.total_bytes) // (self.kv_bytes_per_token * self.block_size)

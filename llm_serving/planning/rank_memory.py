@@ -294,8 +294,8 @@ def activation_bytes(config: Config, shape: ModelShape) -> int:
         attention = max(attention + 2 * query, shape.delta.projected + shape.delta.values)
     per_token = 2 * shape.hidden_size + attention + 3 * shape.intermediate_size
     if config.op_table == "native" and shape.sliding_window:
-        # A sliding window also needs its mask. Attention with sinks takes one byte for each position. The others need
-        # the positions from which the mask is computed, too.
+        # A sliding window needs a mask. With sinks, the mask has one byte for each position. Without sinks, it has one
+        # element for each position, and is computed from a matrix of the same size.
         per_token += config.max_model_len // config.dtype_bytes if shape.sinks else 2 * config.max_model_len
     if config.op_table == "native" and shape.sinks:
         # Each token has its own block table of int32: two elements of a 16-bit type for each block. The output of

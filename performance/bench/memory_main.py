@@ -101,7 +101,8 @@ def _measure(config: Config, plan: MemoryPlan, options: Any, settings: Sequence[
 def parts_of(plan: MemoryPlan, peak: Usage, arrays: Mapping[str, int]) -> dict[str, dict[str, float]]:
     """Returns the planned bytes, the bytes at the peak, and their ratio, for each part and for the total.
 
-    ``arrays`` are the bytes of the agents' weights and KV caches. The rest of the agents' memory is one part.
+    ``arrays`` has the bytes of the agents' weights and of their KV caches, by name. All other memory of the agents is
+    one further part.
     """
     planned = {name: plan.bytes_of(name) for name in arrays}
     planned[SERVER] = plan.bytes_of("server process")

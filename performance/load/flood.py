@@ -57,8 +57,7 @@ class Lengths:
 
 @dataclass(slots=True)
 class Result:
-    """A request and its response. Times are seconds of ``perf_counter``. ``end`` is None if the response did not end.
-    """
+    """A request and its response. Times are seconds of ``perf_counter``."""
 
     key: str
     due: float
@@ -66,10 +65,11 @@ class Result:
     sent: float = 0.0
     status: int = 0
     code: str = ""
-    """The code of an error, for example ``queue_full``."""
+    """The code of an error, for example ``queue_full``. Empty if there was no error."""
     first: float | None = None
-    """Time at which the first event arrived."""
+    """Time at which the first event arrived. None if no event arrived."""
     end: float | None = None
+    """Time at which the response ended. None if it did not end."""
 
     @property
     def ttft_ms(self) -> float | None:
@@ -77,7 +77,7 @@ class Result:
 
     @property
     def response_ms(self) -> float | None:
-        """Milliseconds from the write of the request to the end of the response."""
+        """Milliseconds from the write of the request to the end of the response. None if the response did not end."""
         return None if self.end is None else 1e3 * (self.end - self.sent)
 
     def is_good(self, ttft_ms: float, tpot_ms: float) -> bool:

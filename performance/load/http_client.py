@@ -220,7 +220,10 @@ class ConnectionPool:
         return connection
 
     def _take_idle(self) -> Connection | None:
-        """Returns the idle connection that was used last, and closes those that were idle for too long."""
+        """Returns the idle connection that was used last.
+
+        If it was idle for too long, closes all idle connections. Returns None if no idle connection can be used.
+        """
         if not self._idle:
             return None
         connection = self._idle.pop()

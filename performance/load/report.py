@@ -25,7 +25,10 @@ COLUMNS: dict[str, Callable[[LoadFigures], float | None]] = {
     "goodput %": lambda figures: 100 * figures.goodput_fraction,
     "failed": lambda figures: figures.failed,
 }
-"""The possible columns of tables that compare runs. Each column has the function that calculates its value."""
+"""The possible columns of tables that compare runs.
+
+The function of a column calculates its value, or returns None if no request has this value.
+"""
 
 
 def objective_text(options: LoadOptions) -> str:

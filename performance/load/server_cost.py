@@ -11,12 +11,12 @@ ENERGY_METRIC = "llm_serving_energy_joules_total"
 
 @dataclass(frozen=True, slots=True)
 class ServerCost:
-    """The cost of a load: differences of the server's counters. None stands for a missing counter."""
+    """The cost of a load: how much the server's counters increased during the load."""
 
     cpu_s: float | None = None
-    """Processor seconds of the server and its agents."""
+    """Processor seconds of the server and its agents. None if the server does not measure them."""
     joules: float | None = None
-    """Energy of the server's machine."""
+    """Energy of the server's machine. None if the server does not measure it."""
 
     @classmethod
     def between(cls, before: Mapping[str, float], after: Mapping[str, float]) -> ServerCost:
@@ -26,7 +26,7 @@ class ServerCost:
         return cls(difference(CPU_METRIC), difference(ENERGY_METRIC))
 
     def as_dict(self, output_tokens: int) -> dict[str, float | None]:
-        """Returns processor time and energy of the whole load, and both per 1000 output tokens."""
+        """Returns processor time and energy of the whole load, and both per 1000 output tokens. None: not measured."""
 
         def for_1000(value: float | None) -> float | None:
             return None if value is None or not output_tokens else 1000 * value / output_tokens

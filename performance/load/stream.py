@@ -18,8 +18,7 @@ BAD_ENDINGS = ("abort", "error")
 
 @dataclass(slots=True)
 class RequestRecord:
-    """The history of a request. Times are seconds on the clock of ``perf_counter``. ``failure`` is None for a
-    success."""
+    """The history of a request. Times are seconds on the clock of ``perf_counter``."""
 
     index: int
     due: float
@@ -28,7 +27,7 @@ class RequestRecord:
     piece_times: array[float] = field(default_factory=lambda: array("d"))
     """Arrival times of the streamed pieces that contain output."""
     end: float | None = None
-    """Time at which the response was complete or had failed."""
+    """Time at which the response was complete or had failed. None while the request runs."""
     http_status: int = 0
     prompt_tokens: int | None = None
     output_tokens: int = 0
@@ -36,10 +35,14 @@ class RequestRecord:
     """True if the server reported the number of tokens or their ids."""
     finish_reason: str | None = None
     request_id: str | None = None
-    """The id that the server gave the request and uses in its log, from the header X-Request-ID or the response."""
+    """The id that the server gave the request and uses in its log. None if the server stated no id.
+
+    It comes from the header X-Request-ID or from the response.
+    """
     text: str | None = None
-    """The text of the response, if ``keep_text`` was set."""
+    """The text of the response. None if ``keep_text`` was not set."""
     failure: str | None = None
+    """Kind of the failure, for example ``timeout``. None if the request did not fail."""
     detail: str | None = None
 
     @property

@@ -187,7 +187,7 @@ def row_name(row: Mapping[str, Any]) -> str:
 
 
 def rate(row: Mapping[str, Any] | None) -> float | None:
-    """Returns the rate of a row: decode or prefill tokens per second."""
+    """Returns the decode or prefill tokens per second of a row. None if there is no row, or if it has no rate."""
     if row is None:
         return None
     value: float | None = row["decode_tokens_per_s" if row["kind"] == "decode" else "prefill_tokens_per_s"]
@@ -195,7 +195,10 @@ def rate(row: Mapping[str, Any] | None) -> float | None:
 
 
 def rates_of(ours: Mapping[str, Rows], peers: Mapping[str, Rows]) -> dict[str, dict[str, float | None]]:
-    """Returns the rates by engine (outer key) and row (inner key). This engine and decode rows are first."""
+    """Returns the rates by engine (outer key) and row (inner key). A missing rate is None.
+
+    This engine is before the other engines, and decode rows are before prefill rows.
+    """
     names = {name for rows in (*ours.values(), *peers.values()) for name in rows}
     ordered = sorted(names, key=lambda name: (name.split()[0], int(name.split()[1])))
     everyone = {**{f"ours {name}": rows for name, rows in ours.items()}, **peers}

@@ -76,7 +76,7 @@ class Measured:
     figures: LoadFigures
     kv_waste: float | None
     texts: tuple[str | None, ...] = ()
-    """The generated texts in the order of the requests; empty for a simulation."""
+    """The generated texts in the order of the requests. None for a failed request. Empty for a simulation."""
 
     def as_json(self) -> dict[str, Any]:
         return {"requests_per_s": self.figures.qps, "kv_waste": self.kv_waste, **figures_json(self.figures)}

@@ -23,9 +23,9 @@ class SimulatedRequest:
     priority: int = 0
     tenant: str = ""
     ttft_objective: float | None = None
-    """Objective for the time to first token, in seconds."""
+    """Objective for the time to first token, in seconds. None: the objective of the config."""
     tbt_objective: float | None = None
-    """Objective for the time between tokens, in seconds."""
+    """Objective for the time between tokens, in seconds. None: the objective of the config."""
 
 
 class Source(Protocol):

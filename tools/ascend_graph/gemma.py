@@ -150,9 +150,9 @@ class GemmaRules:
         return self._wiring.source(operand)[1] if is_split else None
 
     def _weight_of(self, operand: Operand) -> str | None:
-        """Returns the name of the weight whose product is ``operand``.
+        """Returns the name of the weight whose product is ``operand``. None if there is no weight.
 
-        The product may be summed over agents, and may have the result of an adapter added.
+        The product may be summed over agents, and the result of an adapter may be added to it.
         """
         node = self._wiring.node_of(operand)
         while node is not None and (node.primitive == "AllReduce" or self._adds_adapter(node)):

@@ -37,7 +37,10 @@ class SectionRules:
             yield f"the mask reads row {row} of positions; positions in sequences are row 0"
 
     def _section(self, operand: Operand) -> tuple[int, int | None]:
-        """Returns the width of a part of cos or sin, and the row of ``positions`` whose numbers select this part."""
+        """Returns the width of a part of cos or sin, and the row of ``positions`` whose numbers select this part.
+
+        Returns (0, None) if the part does not come from a Gather, and None as the row if no row selects the part.
+        """
         gather = self._wiring.node_of(operand)
         if gather is None or gather.primitive != "Gather":
             return 0, None

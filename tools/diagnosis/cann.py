@@ -27,7 +27,10 @@ class Cann:
 
 
 def find_cann(host: Host) -> Cann | None:
-    """Finds the CANN installation: in the folder that the environment names, otherwise in the usual folders."""
+    """Finds the CANN installation: in the folder that the environment names, otherwise in the usual folders.
+
+    Returns None if no folder exists.
+    """
     for variable in HOME_VARIABLES:
         home = host.environment.get(variable, "").rstrip("/")
         if home and host.is_folder(home):
@@ -40,7 +43,11 @@ def find_cann(host: Host) -> Cann | None:
 
 
 def cann_version(host: Host, home: str) -> str | None:
-    """Reads CANN's version from ``version.cfg`` (``toolkit_running_version=[7.6.0.1.220:8.0.0]``) or from a package."""
+    """Returns CANN's version, or None if no file states it.
+
+    The version is in ``version.cfg`` (``toolkit_running_version=[7.6.0.1.220:8.0.0]``) or in the files of CANN's
+    packages.
+    """
     match = re.search(r"(?m)^\w+_running_version=\[(?:[^:\]]*:)?([^\]]+)\]", host.read(f"{home}/version.cfg") or "")
     if match is not None:
         return match[1]
@@ -54,7 +61,10 @@ def cann_version(host: Host, home: str) -> str | None:
 
 
 def check_cann(host: Host, wanted: bool) -> tuple[Cann | None, list[Finding]]:
-    """Checks the installation of CANN. ``wanted`` is True if the config runs on an NPU."""
+    """Checks the installation of CANN. Returns the installation (None: not found) and the findings.
+
+    ``wanted`` is True if the config runs on an NPU.
+    """
     cann = find_cann(host)
     named = [name for name in HOME_VARIABLES if host.environment.get(name)]
     if cann is None and named:

@@ -88,7 +88,7 @@ def find(code: str) -> Entry | None:
 
 
 def find_in_words(line: str) -> Entry | None:
-    """Returns the first error whose pattern matches the line."""
+    """Returns the first error whose pattern matches the line, or None."""
     return next((entry for entry in ENTRIES if entry.matches(line)), None)
 
 

@@ -111,13 +111,13 @@ def entries_of(line: str) -> list[Entry]:
 
 
 def rank_of_file(path: str) -> int | None:
-    """Returns the rank in names such as ``agent_1.log``, ``rank_3/...`` and ``worker_0.log`` (msrun)."""
+    """Returns the rank in names such as ``agent_1.log``, ``rank_3/...`` and ``worker_0.log`` (msrun), or None."""
     matches = _FILE_RANK.findall(path)
     return int(matches[-1]) if matches else None
 
 
 def device_of_file(path: str) -> int | None:
-    """Returns the device in names such as ``device-3/device-3_2025....log``."""
+    """Returns the device in names such as ``device-3/device-3_2025....log``, or None."""
     return number_in(_FILE_DEVICE, path)
 
 

@@ -31,7 +31,7 @@ class LogFile:
     """All ranks that wrote lines in this file, with or without errors."""
     _time: datetime | None = None
     _owners: dict[int, tuple[int | None, int | None]] = field(default_factory=dict)
-    """Rank and device of each process, from lines that name both."""
+    """Rank and device of each process id. A number is None until a line names it together with the process id."""
 
     def read(self, lines: Iterable[str]) -> LogFile:
         """Finds the errors in ``lines`` and returns this object."""

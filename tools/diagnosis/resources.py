@@ -38,7 +38,11 @@ def machine_memory(host: Host) -> Machine | None:
 
 
 def check_memory(host: Host, config: Config) -> tuple[MemoryPlan | None, list[Finding]]:
-    """Compares the memory plan with the available memory: on a CPU the machine's, on an NPU the value in the config."""
+    """Compares the memory plan with the available memory. Returns the plan and the findings.
+
+    The available memory is that of the machine on a CPU, and the value in the config on an NPU. The plan is None if the
+    memory of the machine cannot be read.
+    """
     machine = machine_memory(host)
     if machine is None:
         return None, [warning("memory", "/proc/meminfo cannot be read", "the memory plan was not checked")]

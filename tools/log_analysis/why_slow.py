@@ -41,7 +41,7 @@ class Composition:
 
     @property
     def per_token(self) -> float | None:
-        """Milliseconds of decode per output token."""
+        """Milliseconds of decode per output token. None without output tokens."""
         return self.parts["decode"] / self.output_tokens if self.output_tokens else None
 
 
