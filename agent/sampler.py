@@ -361,6 +361,20 @@ def decided_by_best(slot: StepSlot) -> npt.NDArray[np.bool_]:
     return decided
 
 
+def decided_by_candidates(slot: StepSlot, num_candidates: int) -> npt.NDArray[np.bool_]:
+    """Returns, for each sequence, whether its token is drawn among its best ``num_candidates`` tokens: bool [seqs].
+
+    The result is True for sequences with a temperature and a ``top_k`` of at most ``num_candidates``, without penalties
+    and without a mask. In a step with drafts, the result is False for all sequences.
+    """
+    seqs = slot.num_seqs
+    top_k = slot.arrays["top_k"][:seqs]
+    is_random = (slot.do_sample[:seqs] != 0) & (slot.arrays["temperature"][:seqs] > 0)
+    has_candidates = (top_k >= 1) & (top_k <= num_candidates) & (slot.num_drafts == 0)
+    decided: npt.NDArray[np.bool_] = is_random & has_candidates & ~_has_penalties(slot, seqs) & ~_has_mask(slot, seqs)
+    return decided
+
+
 def _has_mask(slot: StepSlot, seqs: int) -> npt.NDArray[np.bool_]:
     has_mask: npt.NDArray[np.bool_] = slot.mask_number[:seqs] != 0
     return has_mask

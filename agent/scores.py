@@ -40,7 +40,10 @@ class DeviceScores(ABC):
 
     vocab_size: int
     num_ids: int
-    """The length of ``best_ids``: the number of sequences of the step, including padding sequences."""
+    """The length of ``chosen_ids``: the number of sequences of the step, including padding sequences."""
+    num_drawable: int
+    """The number of candidates of a sequence among which the device can draw its token. 0: the device draws no tokens.
+    """
     fetched_bytes: int
     """The number of bytes that were copied to the host so far."""
 
@@ -71,23 +74,37 @@ class DeviceScores(ABC):
         """
 
     @abstractmethod
-    def best_ids(self) -> Any:
-        """Returns the best token of each sequence, int32 [num_ids], as a tensor that stays on the device.
+    def draw(self, draws: Float32Array) -> None:
+        """Draws tokens on the device, for the sequences that ``draws`` selects. ``find_candidates`` must come first.
 
-        A later launch can take this tensor as an input. If the step failed, the result is an array of zeros.
+        ``draws`` is float32 [seqs, columns], with the columns of ``agent.run_ahead.draws.DrawColumn``. Call this at
+        most once, and only if ``num_drawable`` is above 0.
+        """
+
+    @abstractmethod
+    def chosen(self) -> Int32Array:
+        """Fetches the tokens of ``chosen_ids`` for the sequences of the step: int32 [seqs]."""
+
+    @abstractmethod
+    def chosen_ids(self) -> Any:
+        """Returns the token that the device has chosen for each sequence, int32 [num_ids], as a tensor on the device.
+
+        It is the best token, or the drawn token if ``draw`` was called and the sequence is drawn. A later launch can
+        take this tensor as an input. If the step failed, the result is an array of zeros.
         """
 
     @abstractmethod
     def when_computed(self, callback: Callable[[], None]) -> None:
         """Calls ``callback`` once, in any thread, when the host has the values that the sampler needs first.
 
-        These values are the candidates if ``find_candidates`` was called, else the best tokens. If the device fails,
+        These values are the candidates if ``find_candidates`` was called, else the best tokens. If ``draw`` was called,
+        they include the drawn tokens. If the device fails,
         ``callback`` is called as well.
         """
 
     @abstractmethod
     def wait(self) -> None:
-        """Waits until the device has computed the step, and the candidates if ``find_candidates`` was called.
+        """Waits until the device has computed the step, with the candidates and draws that were started.
 
         Copies no additional values to the host. In an agent that does not sample, nothing is copied.
         """

@@ -30,6 +30,15 @@ def num_candidates(vocab_size: int, part: ModelPart | None) -> int:
     return min(MAX_CANDIDATES, vocab_size - (part.parallel.tensor_parallel - 1) * part.vocab_stride)
 
 
+def num_drawable(vocab_size: int, part: ModelPart | None) -> int:
+    """Returns the number of candidates among which a device can draw a token (``agent.run_ahead.draws``).
+
+    It is 0 if agents share the vocabulary. Each of them would have to know whether the host chose the same token.
+    """
+    is_alone = part is None or (part.may_run_ahead and not part.is_split)
+    return num_candidates(vocab_size, part) if is_alone else 0
+
+
 class BestTokens(nn.Cell):
     """Finds the best token of each sequence: logits [seqs, columns] -> (token ids int32 [seqs], their logits [seqs]).
 

@@ -1,4 +1,4 @@
-"""Compiles and runs the graphs that find candidates and gather rows of logits.
+"""Compiles and runs the graphs that find candidates, draw tokens among them, and gather rows of logits.
 
 Keeps the logits of a step on the device until the sampler needs them.
 """
@@ -14,31 +14,39 @@ from mindspore import Tensor
 from agent.backends.device import DeviceHooks
 from agent.backends.launch import Launch, OnDevice
 from agent.compiled_graph import CompiledGraph
-from agent.device_sampling.cells import candidates_cell, rows_cell
+from agent.device_sampling.cells import candidates_cell, num_drawable, rows_cell
+from agent.device_sampling.draws import draws_cell
 from agent.group.model_part import ModelPart
 from agent.kernels import Candidates, widen_bfloat16
 from agent.layers.parameter import as_tensor
+from agent.run_ahead.draws import DrawColumn
 from agent.scores import DeviceScores, Float32Array, Int32Array
 from agent.weights.storage import Array, to_float32
 
 STEP_FETCHED = slice(1, 3)
 """Selects the results of a step that the host may fetch: the best tokens and their logits."""
 _CANDIDATES_FETCHED = slice(0, 4)
+_DRAWS_FETCHED = slice(0, 1)
 _NOTHING = slice(0, 0)
 """Selects no results, for agents that do not sample. These agents only wait until the device has computed."""
 
 
 class SamplingGraphs:
-    """Owns the graphs that find candidates and gather rows of logits. Only the device thread may use this object."""
+    """Owns the graphs that find candidates, draw tokens and gather rows of logits. Only the device thread may use this
+    object.
+    """
 
-    def __init__(self, vocab_size: int, part: ModelPart | None, hooks: DeviceHooks) -> None:
+    def __init__(self, vocab_size: int, part: ModelPart | None, hooks: DeviceHooks, *, draws: bool = False) -> None:
+        """With ``draws``, the device can draw tokens, unless agents share the vocabulary."""
         self.vocab_size = vocab_size
+        self.num_drawable = num_drawable(vocab_size, part) if draws else 0
         self.num_parts = 1 if part is None or not part.is_split else part.parallel.tensor_parallel
         self.part_size = vocab_size if part is None else part.vocab_stride
         self._part, self._hooks = part, hooks
         self._samples = part is None or part.returns_results
         self._candidates: CompiledGraph | None = None
         self._rows: CompiledGraph | None = None
+        self._draws: CompiledGraph | None = None
 
     def compile(self, logits: OnDevice) -> None:
         """Compiles the graphs and runs each of them once with ``logits`` [seqs, columns].
@@ -52,6 +60,12 @@ class SamplingGraphs:
         with self._hooks.graph_run(compiles=True):
             self._candidates.compile((given, as_tensor(np.ones((seqs, 1), np.float32))))
             self._rows.compile((given, as_tensor(np.zeros(1, np.int32))))
+        if self.num_drawable:
+            self._draws = CompiledGraph(draws_cell(self.num_drawable))
+            shape, draws = (seqs, self.num_drawable), np.ones((seqs, len(DrawColumn)), np.float32)
+            arrays = (np.zeros(shape, np.float32), np.zeros(shape, np.int64), np.zeros(seqs, np.int32), draws)
+            with self._hooks.graph_run(compiles=True):
+                self._draws.compile(tuple(as_tensor(array) for array in arrays))
 
     @property
     def step_fetched(self) -> slice:
@@ -80,6 +94,17 @@ class SamplingGraphs:
 
         return self._hooks.launch(run, _CANDIDATES_FETCHED if self._samples else _NOTHING)
 
+    def run_draws(self, step: Launch, candidates: Launch, draws: Float32Array) -> Launch:
+        """Runs the graph of ``draws_cell`` on the best tokens of a step and the candidates of the same step."""
+
+        def run() -> tuple[Tensor, ...]:
+            assert self._draws is not None, "compile() must come first, and num_drawable must be above 0"
+            best, ids = map(as_device, candidates.results()[:2])
+            with self._hooks.graph_run():
+                return (self._draws.run((best, ids, as_device(step.results()[1]), as_tensor(draws))),)
+
+        return self._hooks.launch(run, _DRAWS_FETCHED)
+
     def run_rows(self, launch: Launch, result: int, indices: Int32Array) -> Launch:
         """Gathers rows of logits with the graph of ``rows_cell``.
 
@@ -97,10 +122,11 @@ class SamplingGraphs:
 
 class _Scores(DeviceScores):
     def __init__(self, graphs: SamplingGraphs, step: Launch, num_rows: int, num_ids: int) -> None:
-        self.vocab_size, self.num_ids = graphs.vocab_size, num_ids
+        self.vocab_size, self.num_ids, self.num_drawable = graphs.vocab_size, num_ids, graphs.num_drawable
         self.fetched_bytes = 0
         self._graphs, self._num_rows, self._step = graphs, num_rows, step
         self._found: Launch | None = None
+        self._drawn: Launch | None = None
 
     def best(self) -> tuple[Int32Array, Float32Array]:
         ids, values = self._fetch(self._step)
@@ -129,18 +155,33 @@ class _Scores(DeviceScores):
         gathered = self._graphs.run_rows(self._found, 4, (starts + indices).astype(np.int32).reshape(-1))
         return side_by_side(in_float32(self._fetch(gathered)[0]), parts, self.vocab_size)
 
-    def best_ids(self) -> OnDevice:
+    def draw(self, draws: Float32Array) -> None:
+        assert self._found is not None, "find_candidates() must come first"
+        padded = np.ones((self.num_ids, len(DrawColumn)), np.float32)
+        padded[:, DrawColumn.IS_DRAWN] = 0
+        padded[: self._num_rows] = draws
+        self._drawn = self._graphs.run_draws(self._step, self._found, padded)
+
+    def chosen(self) -> Int32Array:
+        (ids,) = self.best()[:1] if self._drawn is None else self._fetch(self._drawn)
+        return ids[: self._num_rows]
+
+    def chosen_ids(self) -> OnDevice:
         try:
-            return self._step.results()[1]
+            return self._step.results()[1] if self._drawn is None else self._drawn.results()[0]
         except RuntimeError:  # the step failed; the sampler reports this error when it fetches the step's results
             return np.zeros(self.num_ids, np.int32)
 
     def when_computed(self, callback: Callable[[], None]) -> None:
-        (self._found or self._step).when_fetched(callback)
+        self._newest.when_fetched(callback)
 
     def wait(self) -> None:
         # In an agent that does not sample, the launch copies nothing to the host. Then ``fetch`` only waits.
-        (self._found or self._step).fetch()
+        self._newest.fetch()
+
+    @property
+    def _newest(self) -> Launch:
+        return self._drawn or self._found or self._step
 
     def _fetch(self, launch: Launch) -> tuple[Array, ...]:
         arrays = launch.fetch()

@@ -31,7 +31,14 @@ from agent.kernels.library import (
     widen_bfloat16,
 )
 from agent.kernels.operators import Argument, call_operator
-from agent.kernels.sample_call import SAMPLE_INPUTS, Candidates, SampleCall, SampleInputs, SampleOutputs
+from agent.kernels.sample_call import (
+    SAMPLE_INPUTS,
+    Candidates,
+    SampleCall,
+    SampleInputs,
+    SampleOutputs,
+    uniform_numbers,
+)
 from agent.kernels.step_copy import ADAPTERS, StepArrays, StepBounds, StepBuffers, StepCopy
 
 __all__ = [
@@ -70,5 +77,6 @@ __all__ = [
     "set_spinning",
     "set_threads",
     "take_failure",
+    "uniform_numbers",
     "widen_bfloat16",
 ]

@@ -13,6 +13,7 @@
 #include "ops/lora.h"
 #include "ops/primitive_weight.h"
 #include "ops/sampler.h"
+#include "ops/sampler_row.h"
 #include "ops/step_copy.h"
 
 extern "C" {
@@ -41,6 +42,11 @@ LLMK_ENTRY int llmk_sample_candidates(const llmk::SampleArgs* args, const llmk::
 }
 
 LLMK_ENTRY int llmk_has_penalties(const llmk::SampleArgs* args) { return llmk::has_penalties(*args) ? 1 : 0; }
+
+// Writes the random number of each pair of a seed and a position. sampler_row.h describes the numbers.
+LLMK_ENTRY void llmk_uniform(const uint64_t* seeds, const int32_t* positions, int64_t count, double* out) {
+  for (int64_t i = 0; i < count; ++i) out[i] = llmk::uniform(seeds[i], positions[i]);
+}
 
 LLMK_ENTRY int llmk_copy_step(const llmk::StepCopyArgs* args) { return static_cast<int>(llmk::copy_step(*args)); }
 

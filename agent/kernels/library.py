@@ -62,6 +62,7 @@ _ENTRIES: dict[str, tuple[Any, ...]] = {
     "llmk_set_threads": (None, _INT),
     "llmk_spoil_memory": (None, _POINTER),
     "llmk_take_failure": (_TEXT,),
+    "llmk_uniform": (None, _POINTER, _POINTER, _INT64, _POINTER),
     "llmk_widen_bfloat16": (None, _POINTER, _POINTER, _INT64),
 }
 """The C functions of the library: the type of the result, followed by the types of the arguments."""

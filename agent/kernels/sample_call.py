@@ -273,6 +273,19 @@ class SampleCall:
         self._logits, self._best_ids = logits, best_ids
 
 
+def uniform_numbers(seeds: npt.NDArray[np.uint64], positions: Int32Array) -> npt.NDArray[np.float64]:
+    """Returns the random number with which the sampler draws the token of each row, float64 [S].
+
+    The numbers are at least 0 and below 1. ``seeds`` [S] and ``positions`` [S] are the rows' parameters ``seed`` and
+    ``sample_position``. Raises ValueError if an array has a wrong type, size or layout.
+    """
+    count = len(seeds)
+    numbers = np.empty(count, np.float64)
+    addresses = (_address("seeds", seeds, np.uint64, count), _address("positions", positions, np.int32, count))
+    load_library().llmk_uniform(*addresses, count, numbers.ctypes.data)
+    return numbers
+
+
 def _set_histories(
     args: ctypes.Structure,
     histories: Sequence[Int32Array | None] | None,

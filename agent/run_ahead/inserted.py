@@ -12,14 +12,14 @@ from agent.step_inputs import Int32Array
 
 @dataclass(frozen=True, slots=True)
 class InsertedIds:
-    """Describes which input tokens of a step come from the previous step's best tokens, which are still on the device.
+    """Describes which input tokens of a step come from the tokens that the device has chosen in the previous step.
 
-    The best token of a sequence has its largest logit. ``agent.run_ahead.cells.InsertIds`` inserts these tokens.
+    ``DeviceScores.chosen_ids`` has these tokens. ``agent.run_ahead.cells.InsertIds`` inserts them.
     """
 
     earlier: DeviceScores
     """The scores of the earlier step."""
     places: Int32Array
-    """[tokens]: the index of each inserted token among the earlier step's best tokens. 0 for all other tokens."""
+    """[tokens]: the index of each inserted token among the earlier step's chosen tokens. 0 for all other tokens."""
     mask: Int32Array
     """[tokens]: 1 for each inserted token, else 0."""

@@ -4,9 +4,13 @@ Only the device thread uses this module. At most ``MAX_UNSAMPLED`` steps are lau
 device computes one step, the next step is already queued. A step is launched immediately, except in the following
 cases. In these cases, the launch waits until earlier steps are sampled:
 
-- The step needs a token that the host must still choose, because the sequence is not greedy or has penalties.
+- The step needs a token that the host must still choose. The device has the tokens of greedy sequences, and those that
+  it draws itself (``agent.run_ahead.draws``), but no tokens of other sequences.
 - The step moves blocks, or brings the sampler the token histories of sequences with penalties.
 - The step would overwrite logits of an earlier step that the host may still fetch.
+
+If the host chooses another token than the device has drawn, the next step was computed with a wrong token. It is then
+launched again with the right tokens. Its second launch writes the same KV positions, before any other step reads them.
 
 The agents of a group launch the same graphs in the same order, because their decisions depend only on the inputs of the
 steps. Only one agent samples. The other agents get the tokens that its host chooses through ``LastTokens``.
@@ -22,7 +26,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
+from agent.run_ahead.draws import start_draws
 from agent.run_ahead.inserted import InsertedIds
 from agent.run_ahead.last_tokens import LastTokens
 from agent.sampler import decided_by_best, find_candidates
@@ -76,10 +82,15 @@ class _Launched:
     slot: StepSlot
     scores: DeviceScores
     done: Done
-    kept: tuple[StepInputs, InsertedIds | None]
-    """The step's inputs, which must stay in memory while the device may read them."""
+    inputs: StepInputs
+    """The step's inputs and ``inserted`` must stay in memory while the device may read them."""
+    inserted: InsertedIds | None
     needs_logits: bool
+    is_drawn: npt.NDArray[np.bool_]
+    """[seqs]: whether the device draws the token of a sequence. The host must then compare the token with its own."""
     start: int
+    void: _Launched | None = None
+    """The first launch of this step, if it was computed with wrong tokens. The device may still read its inputs."""
     computed: int = 0
     """The time at which the device had computed the step. All times of this module are nanoseconds of
     ``time.perf_counter_ns``.
@@ -129,22 +140,31 @@ class StepsAhead:
         if moves.size:
             self._device.move_blocks(moves)
         try:
-            scores = self._device.step_graph().run(inputs, inputs.token_ids, inserted)
-            assert isinstance(scores, DeviceScores), "a device that runs ahead keeps the logits"
-            needs_logits = find_candidates(scores, slot)
+            launched = self._launch(slot, inputs, inserted, done, start)
         except RuntimeError as error:
             self.finish_all()
             raise self._device.after_failure(error) from error
-        launched = _Launched(slot, scores, done, (inputs, inserted), needs_logits, start)
         self._launched.append(launched)
         self._tokens.record(slot)
-        self._note_places(slot)
+        self._note_places(launched)
+        self._watch(launched)
+
+    def _launch(
+        self, slot: StepSlot, inputs: StepInputs, inserted: InsertedIds | None, done: Done, start: int
+    ) -> _Launched:
+        scores = self._device.step_graph().run(inputs, inputs.token_ids, inserted)
+        assert isinstance(scores, DeviceScores), "a device that runs ahead keeps the logits"
+        needs_logits, is_drawn = find_candidates(scores, slot), start_draws(scores, slot)
+        return _Launched(slot, scores, done, inputs, inserted, needs_logits, is_drawn, start)
+
+    def _watch(self, launched: _Launched) -> None:
+        """Notes when the device has computed the step. ``launched`` must be among the launched steps already."""
 
         def note_computed() -> None:
             launched.note_computed()
             self.on_computed()
 
-        scores.when_computed(note_computed)
+        launched.scores.when_computed(note_computed)
 
     def finish_computed(self) -> None:
         """Samples the oldest launched step if the device has computed it.
@@ -193,9 +213,10 @@ class StepsAhead:
                 self.finish_all()
         return places if self._launched else np.full_like(places, _NOT_SAMPLED)
 
-    def _note_places(self, slot: StepSlot) -> None:
-        seqs = slot.num_seqs
-        places = np.where(decided_by_best(slot), np.arange(seqs, dtype=np.int32), _HOST_CHOOSES)
+    def _note_places(self, launched: _Launched) -> None:
+        slot, seqs = launched.slot, launched.slot.num_seqs
+        is_on_device = decided_by_best(slot) | launched.is_drawn
+        places = np.where(is_on_device, np.arange(seqs, dtype=np.int32), _HOST_CHOOSES)
         places[slot.do_sample[:seqs] == 0] = _NOT_SAMPLED
         self._place_of_row.fill(_NOT_SAMPLED)
         self._place_of_row[slot.rows[:seqs]] = places
@@ -203,10 +224,12 @@ class StepsAhead:
     def _finish_oldest(self) -> None:
         step = self._launched.popleft()
         outcome: StepCost | Exception
+        corrected: StepInputs | None = None
         step.is_computed.wait()
         sampling = time.perf_counter_ns()
         try:
             self._tokens.sample(step.scores, step.slot)
+            corrected = self._corrected(step)
             sampled = time.perf_counter_ns()
             computing = step.computed - max(step.start, self._last_computed)
             outcome = StepCost(computing // 1000, (sampled - sampling) // 1000, step.scores.fetched_bytes)
@@ -218,3 +241,37 @@ class StepsAhead:
             outcome = error  # passed to ``done``, which reports the error to the server
         self._last_computed = step.computed
         step.done(outcome)
+        if corrected is not None:
+            self._launch_again(corrected)
+
+    def _corrected(self, step: _Launched) -> StepInputs | None:
+        """Returns the right inputs of the step after ``step`` if that step was launched with a token that the host has
+        not chosen. Returns None if its inputs are right, or if no step was launched after ``step``.
+
+        If a sequence's logits are not finite, no client sees its next token, so this token need not be right.
+        """
+        later = self._launched[0] if self._launched else None
+        if later is None or later.inserted is None or not step.is_drawn.any():
+            return None
+        is_inserted = later.inserted.mask != 0
+        places = later.inserted.places[is_inserted]
+        sampled, drawn = step.slot.sampled_ids[places], step.scores.chosen()[places]
+        if not ((sampled != drawn) & (sampled >= 0)).any():
+            return None
+        inputs = later.inputs.copy()
+        inputs.token_ids[is_inserted] = np.maximum(sampled, 0)
+        return inputs
+
+    def _launch_again(self, inputs: StepInputs) -> None:
+        """Launches the only step that is not sampled again, with the right inputs. Its first launch becomes void."""
+        void = self._launched.popleft()
+        assert not self._launched, "at most one step is launched after the step that is sampled (MAX_UNSAMPLED)"
+        try:
+            again = self._launch(void.slot, inputs, None, void.done, void.start)
+        except RuntimeError as error:
+            void.is_computed.wait()
+            void.done(self._device.after_failure(error))
+            return
+        again.void = void
+        self._launched.append(again)
+        self._watch(again)

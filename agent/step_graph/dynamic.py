@@ -87,7 +87,12 @@ class DynamicStepGraph(StepGraph):
             )
             for kind in graph_kinds(ops)
         }
-        self._sampling = SamplingGraphs(vocab_size, ops.part, ops.hooks) if ops.is_last_stage else None
+        self._sampling: SamplingGraphs | None = None
+        if ops.is_last_stage:
+            # Draws only help to launch steps ahead. Captured launches overwrite logits that the host may need to check
+            # a draw, so steps with draws could not be launched ahead.
+            draws = ops.traits.runs_ahead and not decode_sizes
+            self._sampling = SamplingGraphs(vocab_size, ops.part, ops.hooks, draws=draws)
         self._max_whole_prompts = max_whole_prompts if ops.has_whole_prompt_graph else 0
         self._pads_prompts = ops.traits.pads_whole_prompts
         self._decode_sizes = tuple(decode_sizes)
@@ -245,7 +250,7 @@ class DynamicStepGraph(StepGraph):
         if inserted is None:
             zeros = np.zeros(tokens, np.int32)
             return as_tensor(np.zeros(num_ids, np.int32)), as_tensor(zeros), as_tensor(zeros)
-        return as_device(inserted.earlier.best_ids()), as_tensor(inserted.places), as_tensor(inserted.mask)
+        return as_device(inserted.earlier.chosen_ids()), as_tensor(inserted.places), as_tensor(inserted.mask)
 
     def _tables(self, kind: GraphKind, tables: Int32Array) -> Int32Array:
         """Returns the block tables. For a step with chunks, pads them to the width of the attention mask.

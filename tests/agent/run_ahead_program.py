@@ -3,7 +3,7 @@
 test_run_ahead.py starts it in a separate process. All parts run with one pair of models, in the given order. The
 weights are written to the working directory.
 
-python tests/agent/run_ahead_program.py [greedy] [mixed] [captured] [failing] | adapters
+python tests/agent/run_ahead_program.py [greedy] [mixed] [drawn] [captured] [failing] | adapters
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from adapted_driver import load_adapter  # noqa: E402
 from step_driver import Move, Part, StepDriver, blocks_for  # noqa: E402
 
 from agent.backends.runtime import start_runtime  # noqa: E402
+from agent.run_ahead.draws import DrawColumn  # noqa: E402
 from agent.task_queue import TaskQueue  # noqa: E402
 from agent.worker import Worker  # noqa: E402
 from llm_serving.config import Config  # noqa: E402
@@ -175,6 +177,16 @@ def random_sampling(row: int) -> dict[str, float]:
     return GREEDY | kinds[row]
 
 
+def drawn_sampling(row: int) -> dict[str, float]:
+    """Returns sampling parameters: greedy, or a token that a device can draw among its candidates."""
+    drawn = {"temperature": 0.8, "top_k": 30, "seed": 21 + row}
+    kinds: list[dict[str, float]] = [
+        *(drawn, {}, drawn | {"top_p": 0.8, "num_top_logits": 2}),
+        *({"num_top_logits": 2}, drawn | {"temperature": 1.5, "top_k": 64, "min_p": 0.05}, drawn | {"top_k": 1}),
+    ]
+    return GREEDY | kinds[row]
+
+
 def pair(config: Config) -> tuple[StepDriver, StepDriver]:
     """Returns two drivers of the same model.
 
@@ -261,9 +273,44 @@ def run_adapted(drivers: Pair) -> dict[str, Any]:
     return adapted | {"without": run_steps(drivers[0], list(plan(random_sampling)))["results"]}
 
 
+def run_drawn(drivers: Pair) -> dict[str, Any]:
+    """Runs greedy sequences and sequences with a temperature. In the second run, some draws of the device are wrong."""
+    steps = list(plan(drawn_sampling))
+    with device_draws(drivers[1], wrong_every=0) as draws:
+        right = run_both(drivers, steps) | {"draws": list(draws)}
+    with device_draws(drivers[1], wrong_every=3) as draws:
+        wrong = run_steps(drivers[1], steps)
+    return {"right": right, "wrong": {"ahead": wrong["results"], "events": wrong["events"], "draws": list(draws)}}
+
+
+@contextmanager
+def device_draws(driver: StepDriver, wrong_every: int) -> Iterator[list[bool]]:
+    """Yields a list to which each launch of draws appends whether it is wrong: every launch whose number is a multiple
+    of ``wrong_every``, or none if it is 0.
+
+    A wrong launch draws with other random numbers.
+    """
+    sampling: Any = driver.runner._graph._sampling  # type: ignore[union-attr]
+    launches: list[bool] = []
+
+    def run_draws(step: Any, candidates: Any, draws: Any) -> Any:
+        launches.append(bool(wrong_every) and (len(launches) + 1) % wrong_every == 0)
+        if launches[-1]:
+            draws = draws.copy()
+            draws[:, DrawColumn.NUMBER] = (draws[:, DrawColumn.NUMBER] + 0.5) % 1
+        return type(sampling).run_draws(sampling, step, candidates, draws)
+
+    sampling.run_draws = run_draws
+    try:
+        yield launches
+    finally:
+        del sampling.run_draws
+
+
 PARTS: dict[str, Callable[[Pair], dict[str, Any]]] = {
     "greedy": lambda drivers: run_both(drivers, greedy_plan()),
     "mixed": lambda drivers: run_both(drivers, mixed_plan()),
+    "drawn": run_drawn,
     "captured": run_captured,
     "failing": run_failing,
     "adapters": run_adapted,

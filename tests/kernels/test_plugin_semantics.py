@@ -11,8 +11,11 @@ from support.forked_programs import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTEST = Path(pytest.__file__).with_name("__main__.py")
-PROGRAMS = ("plugin_semantics.py", "plugin_quantised.py", "plugin_arithmetic.py", "plugin_latent.py", "plugin_sinks.py")
-NUM_TESTS = 24 + 32 + 42 + 9 + 13
+PROGRAMS = (
+    *("plugin_semantics.py", "plugin_quantised.py", "plugin_arithmetic.py", "plugin_latent.py", "plugin_sinks.py"),
+    "plugin_draws.py",
+)
+NUM_TESTS = 24 + 32 + 42 + 9 + 13 + 9
 
 
 def test_the_primitives_do_what_their_documentation_says(tmp_path: Path) -> None:

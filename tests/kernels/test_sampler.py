@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from agent.kernels.library import KernelError, set_threads
-from agent.kernels.sample_call import SAMPLE_INPUTS, SampleCall, SampleInputs, SampleOutputs
+from agent.kernels.sample_call import SAMPLE_INPUTS, SampleCall, SampleInputs, SampleOutputs, uniform_numbers
 from llm_serving.ipc.shm import NOT_FINITE
 from llm_serving.sampling_params import SAMPLER_PARAMETERS
 from performance.kernels.library import load_testing_library
@@ -73,6 +73,13 @@ def test_philox_equals_its_published_vectors(counter: list[int], key: list[int],
 def uniform(seed: int, position: int) -> float:
     words = philox([position, 0, 0, 0], [seed & 0xFFFFFFFF, seed >> 32])
     return ((words[0] >> 5) * 2**26 + (words[1] >> 6)) / 2**53
+
+
+def test_the_random_numbers_of_rows() -> None:
+    """A device draws with the numbers of ``uniform_numbers``, and the host with those of the sampler."""
+    seeds, positions = np.array([0, 7, 2**63 + 5, 2**64 - 1], np.uint64), np.array([0, 1, 12345, 2**31 - 1], np.int32)
+    wanted = [uniform(seed, position) for seed, position in zip(seeds.tolist(), positions.tolist(), strict=True)]
+    assert uniform_numbers(seeds, positions).tolist() == wanted
 
 
 def rendering(logits: Array, row: dict[str, Any], history: list[int], prompt_len: int) -> tuple[int, float]:

@@ -37,6 +37,7 @@ from agent.backends.native import ops as native
 from agent.backends.native import sections as native_sections
 from agent.backends.native import sinks as native_sinks
 from agent.device_sampling import cells as sampling_cells
+from agent.device_sampling import draws as device_draws
 from agent.layers import attention as attention_layer
 from agent.models import llama
 from agent.step_graph import dynamic_cell
@@ -502,6 +503,48 @@ class CandidatesWithoutTemperature(sampling_cells._Candidates):
         return best, ids, self.mass(values, top), self.mass(values, top)
 
 
+class DrawsInAnyOrder(device_draws._Draws):
+    """Plants a mistake: candidates with equal logits have equal ranks."""
+
+    def ranked_before(self, scaled: Any, ids: Any) -> Any:
+        return self.flags(self.shape(scaled, self.as_row), self.shape(scaled, self.as_column))
+
+
+class DrawsWithoutTemperature(device_draws._Draws):
+    """Plants a mistake: the draw uses the logits as if the temperature were 1."""
+
+    def __init__(self, num_candidates: int) -> None:
+        super().__init__(num_candidates)
+        self.divide = ops.Mul()
+
+
+class TurnedSplit(nn.Cell):
+    """Exchanges the columns of the temperature and of ``top_k``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.split = auto_generate.SplitWithSize()
+
+    def construct(self, draws: Any, sizes: Any, axis: Any) -> Any:
+        temperature, top_k, top_p, min_p, number, is_drawn = self.split(draws, sizes, axis)
+        return top_k, temperature, top_p, min_p, number, is_drawn
+
+
+class DrawsWithTurnedColumns(device_draws._Draws):
+    """Plants a mistake: the draw divides the logits by ``top_k``."""
+
+    def __init__(self, num_candidates: int) -> None:
+        super().__init__(num_candidates)
+        self.split = TurnedSplit()
+
+
+class DrawsForAll(device_draws._Draws):
+    """Plants a mistake: greedy sequences get drawn tokens."""
+
+    def where_drawn(self, drawn: Any, best_ids: Any, is_drawn: Any) -> Any:
+        return drawn
+
+
 class OwnPart(nn.Cell):
     """Plants a mistake in tensor parallelism: returns the agent's own part instead of the sum over all agents."""
 
@@ -587,6 +630,10 @@ def latent_paged(**changes: Any) -> Any:
 
 def in_sampling(name: str, replacement: Any) -> Any:
     return mock.patch.object(sampling_cells, name, replacement)
+
+
+def in_draws(replacement: Any) -> Any:
+    return mock.patch.object(device_draws, "_Draws", replacement)
 
 
 def plain_linear() -> Any:
@@ -964,6 +1011,10 @@ MISTAKES: dict[str, tuple[str, Any, Callable[[], Any]]] = {
         lambda: in_sampling("_Candidates", CandidatesWithoutTemperature),
     ),
     "candidates, parts not gathered": ("candidates", PAIR, lambda: in_sampling("_gather", lambda part: None)),
+    "draws, equal logits in any order": ("draws", CONFIG, lambda: in_draws(DrawsInAnyOrder)),
+    "draws, no temperature": ("draws", CONFIG, lambda: in_draws(DrawsWithoutTemperature)),
+    "draws, columns exchanged": ("draws", CONFIG, lambda: in_draws(DrawsWithTurnedColumns)),
+    "draws, greedy sequences too": ("draws", CONFIG, lambda: in_draws(DrawsForAll)),
     "int8, sums of an agent's part": ("decode", INT8_PAIR, lambda: mock.patch.object(native.parallel, "Sum", OwnPart)),
     "int4, scales of the whole": ("decode", INT4_PAIR, lambda: other_parameters(scales_of_all)),
     "experts, scales of other rows": ("decode", INT8_MOE, lambda: in_experts("_DynamicProducts", RowsScaledTwice)),
@@ -1211,6 +1262,7 @@ def main() -> None:
             right(("decode",), (*ALONE, *SHARED, *EXPERTS, ADAPTED, ADAPTED_MOE))
             + right(KINDS, (INT8_CACHE,))
             + right(("candidates", "rows"), (CONFIG, PAIR))
+            + right(("draws",), (CONFIG,))
             + right(KINDS[:2], (CONFIG, INT8_MOE))
             + right(("chunked",), (DEEPSEEK, QWEN_VL, GEMMA, GPT_OSS))
         ),

@@ -46,6 +46,10 @@ CAUGHT = {
     "candidates, rounded logits": "TopkExt does not read the logits in float32",
     "candidates, no mass at the temperature": "0 x RealDiv; there should be 2",
     "candidates, parts not gathered": "0 x AllGather; there should be 5",
+    "draws, equal logits in any order": "1 x Equal; there should be 2",
+    "draws, no temperature": "0 x RealDiv; there should be 1",
+    "draws, columns exchanged": "RealDiv does not divide the candidates' logits by the temperature",
+    "draws, greedy sequences too": "the result is not best_ids plus the difference of the drawn tokens",
     "int8, no scales of tokens": "the scales of the tokens are not those of the DynamicQuantExt that x1 comes from",
     "int8, scales of other tokens": "10 x DynamicQuantExt for 1 layers; there should be 5",
     "int8, type of scales": "QuantBatchMatmul of layer 0: scale is bf16[768]; it must be f32[768]",
@@ -182,6 +186,8 @@ SWEPT_MISTAKES = (
     "chunk mask",
     "vocabulary",
     "candidates, no mass at the temperature",
+    "draws, no temperature",
+    "draws, columns exchanged",
     "int8 weights, scales for offsets",
     "static, results in float16",
     "static, offsets for scales",
@@ -232,9 +238,14 @@ def test_the_small_configs_and_variants_pass(tmp_path: Path, configs: tuple[str,
     lines = process.stdout.strip().splitlines()
     found = [re.sub(r", [0-9.]+ s$", "", line) for line in lines[:-1]]
     assert [line.rsplit(",", 1)[0] for line in found] == [
-        f"ok   {config} {kind}: {layers} layers" for config in configs for kind in (*KINDS, "candidates", "rows")
+        f"ok   {config} {kind}: {layers} layers" for config in configs for kind in (*KINDS, *sampling_kinds(config))
     ]
     assert lines[-1] == f"{len(configs)} configs, 0 graphs failed"
+
+
+def sampling_kinds(config: str) -> tuple[str, ...]:
+    """Returns the graphs of sampling of a config. Agents that share the vocabulary (``tp``) draw no tokens."""
+    return ("candidates", "rows") if re.search("_tp[0-9]", config) else ("candidates", "rows", "draws")
 
 
 def test_a_mindformers_config_is_skipped_with_a_message(tmp_path: Path) -> None:
@@ -336,5 +347,5 @@ def test_every_config_has_its_golden_listings() -> None:
     for name in (*deployments(), *VARIANTS):
         # Latent attention has no graph of whole prompts, and attention with sinks has one graph for all steps.
         kinds = KINDS[1:] if name.startswith("deepseek") else KINDS[1:2] if name.startswith("gpt_oss") else KINDS
-        wanted |= {f"{name.removesuffix('.yaml')}.{kind}.txt" for kind in (*kinds, "candidates", "rows")}
+        wanted |= {f"{name.removesuffix('.yaml')}.{kind}.txt" for kind in (*kinds, *sampling_kinds(name))}
     assert {path.name for path in (ROOT / "tools/ascend_graph/golden").iterdir()} == wanted

@@ -83,7 +83,7 @@ def compile_graphs(
     from mindspore.graph.api import _cell_graph_executor
 
     from agent.backends.selector import select_op_table
-    from agent.device_sampling import candidates_cell, rows_cell
+    from agent.device_sampling import candidates_cell, draws_cell, num_drawable, rows_cell
     from agent.group.model_part import ModelPart
     from agent.layers.parameter import MINDSPORE_DTYPES
     from agent.models.registry import find_model
@@ -101,6 +101,8 @@ def compile_graphs(
         dtype, columns = MINDSPORE_DTYPES[ops.dtype], part.vocab_stride
         makers["candidates"] = partial(candidates_cell, config.shape.vocab_size, columns, dtype, part)
         makers["rows"] = partial(rows_cell, columns, dtype)
+        count = num_drawable(config.shape.vocab_size, part)
+        makers |= {"draws": partial(draws_cell, count)} if count else {}
     for kind in kinds or makers:
         cell = makers[kind]()
         inputs = cell.get_inputs()

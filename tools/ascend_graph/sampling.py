@@ -1,6 +1,7 @@
-"""Checks the two graphs that help to sample on a device (``agent/device_sampling``).
+"""Checks the graphs that help to sample on a device (``agent/device_sampling``).
 
-``candidates`` finds the largest logits of each row. ``rows`` copies complete rows of logits.
+``candidates`` finds the largest logits of each row. ``rows`` copies complete rows of logits. ``draws`` chooses tokens
+among the candidates; devices that launch steps ahead have it, unless agents share the vocabulary.
 """
 
 from __future__ import annotations
@@ -9,15 +10,30 @@ from collections.abc import Iterator
 
 from agent.device_sampling.cells import num_candidates
 from agent.group.model_part import ModelPart
+from agent.run_ahead.draws import DrawColumn
 from llm_serving.config import Config
 from tools.ascend_graph.listing import Wiring
 from tools.ascend_graph.mind_ir import Graph, Node, TensorType
 from tools.ascend_graph.products import TYPES
 
-KINDS = ("candidates", "rows")
+KINDS = ("candidates", "rows", "draws")
 """The graphs of sampling. Only the last stage of a model has them."""
 _PRIMITIVES = frozenset({"Cast", "TopkExt", "Gather", "RealDiv", "Sub", "Exp", "ReduceSum"})
 _SHARING = frozenset({"AllGather", "SplitWithSize"})
+_DRAWS = {
+    "Add": 3,
+    "ArgMaxWithValue": 1,
+    "Equal": 2,
+    "Exp": 1,
+    "Gather": 1,
+    "Greater": 6,
+    "RealDiv": 1,
+    "ReduceSum": 5,
+    "SplitWithSize": 1,
+    "Sub": 4,
+}
+"""The number of calls of each primitive in the graph ``draws``, apart from ``_ANY_NUMBER``."""
+_ANY_NUMBER = frozenset({"Cast", "Mul", "Reshape"})
 _VECTOR, _LAST_AXIS = (-1,), -1
 
 
@@ -29,7 +45,12 @@ def sampling_problems(kind: str, graph: Graph, config: Config) -> Iterator[str]:
     part = ModelPart.of(config)
     vocab_size, columns, dtype = config.shape.vocab_size, part.vocab_stride, TYPES[config.model_config.model_dtype]
     logits, count = TensorType(dtype, (-1, columns)), num_candidates(vocab_size, part)
-    if kind == "rows":
+    if kind == "draws":
+        inputs = {"best": TensorType("f32", (-1, count)), "ids": TensorType("i64", (-1, count))}
+        inputs |= {"best_ids": TensorType("i32", _VECTOR), "draws": TensorType("f32", (-1, len(DrawColumn)))}
+        outputs: tuple[TensorType, ...] = (TensorType("i32", _VECTOR),)
+        known, calls = frozenset(_DRAWS) | _ANY_NUMBER, dict(_DRAWS)
+    elif kind == "rows":
         inputs, outputs = {"logits": logits, "indices": TensorType("i32", _VECTOR)}, (logits,)
         known, calls = frozenset({"Gather"}), {"Gather": 1}
     else:
@@ -54,6 +75,26 @@ def sampling_problems(kind: str, graph: Graph, config: Config) -> Iterator[str]:
     for node in nodes:
         if node.primitive == "TopkExt":
             yield from _top_k_problems(node, wiring, count)
+    if kind == "draws":
+        yield from _draw_problems(nodes, wiring)
+
+
+def _draw_problems(nodes: list[Node], wiring: Wiring) -> Iterator[str]:
+    """Yields an error if the draw does not divide the logits by the temperature, or if the result is not the sum of
+    ``best_ids`` and a difference. Without this sum, greedy sequences would get drawn tokens.
+    """
+    for node in nodes:
+        if node.primitive == "RealDiv":
+            logits, divisor = (wiring.source(operand) for operand in wiring.operands(node))
+            if logits[0].name != "best" or divisor[1] != DrawColumn.TEMPERATURE:
+                yield "RealDiv does not divide the candidates' logits by the temperature"
+        if node.primitive == "ArgMaxWithValue":
+            source = wiring.node_of(wiring.operands(node)[0])
+            if source is None or source.primitive != "Mul":
+                yield "ArgMaxWithValue does not read the product of token ids and the chosen rank"
+    last = nodes[-1]
+    if last.primitive != "Add" or wiring.source(wiring.operands(last)[0])[0].name != "best_ids":
+        yield "the result is not best_ids plus the difference of the drawn tokens"
 
 
 def _top_k_problems(node: Node, wiring: Wiring, count: int) -> Iterator[str]:

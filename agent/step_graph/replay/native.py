@@ -292,7 +292,7 @@ class NativeReplays:
         if inserted is None:
             mask.fill(0)  # where the mask is 0, InsertIds ignores the places, so old places do not matter
         else:
-            ids = as_array(inserted.earlier.best_ids())
+            ids = as_array(inserted.earlier.chosen_ids())
             self._earlier_ids[: len(ids)] = ids
             places[:], mask[:] = inserted.places, inserted.mask
         return self._earlier_ids, places, mask

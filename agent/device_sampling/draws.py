@@ -1,0 +1,99 @@
+"""The Cell that chooses tokens of sequences with a temperature on a device. It consists of MindSpore's primitives.
+
+It has the steps of ``agent/kernels/ops/sampler.cc`` for a row with ``top_k``, in float32 instead of double. The host's
+sampler decides, so a rounding changes no token (``agent.run_ahead.draws``).
+"""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+
+from agent.run_ahead.draws import DrawColumn
+
+
+def draws_cell(num_candidates: int) -> nn.Cell:
+    """Makes the Cell that chooses a token of each sequence.
+
+    Its inputs are:
+
+    - the largest logits, float32 [seqs, candidates], best first, and their token ids, int64 [seqs, candidates]
+    - the token with the largest logit of each sequence, int32 [seqs]
+    - the parameters of each draw, float32 [seqs, columns], one column for each ``DrawColumn``
+
+    The result is int32 [seqs]: the drawn token where ``DrawColumn.IS_DRAWN`` is 1, and the token with the largest logit
+    where it is 0. The result is a token id for any logits, also for NaN.
+    """
+    cell = _Draws(num_candidates)
+    candidates = (None, num_candidates)
+    cell.set_inputs(
+        Tensor(shape=candidates, dtype=ms.float32),
+        Tensor(shape=candidates, dtype=ms.int64),
+        Tensor(shape=(None,), dtype=ms.int32),
+        Tensor(shape=(None, len(DrawColumn)), dtype=ms.float32),
+    )
+    return cell
+
+
+class _Draws(nn.Cell):
+    """Finds the rank of each candidate by comparing all pairs of candidates, because no sorting primitive of a device
+    promises an order of equal logits.
+    """
+
+    def __init__(self, num_candidates: int) -> None:
+        super().__init__()
+        self.set_train(False)
+        self.split, self.sizes = ops.auto_generate.SplitWithSize(), (1,) * len(DrawColumn)
+        self.first, self.gather = Tensor(np.zeros(1, np.int32)), ops.Gather()
+        self.shape, self.cast = ops.Reshape(), ops.Cast()
+        self.as_column, self.as_row = (-1, num_candidates, 1), (-1, 1, num_candidates)
+        self.divide, self.subtract, self.exp = ops.RealDiv(), ops.Sub(), ops.Exp()
+        self.add, self.multiply = ops.Add(), ops.Mul()
+        self.greater, self.equal = ops.Greater(), ops.Equal()
+        self.sum, self.total = ops.ReduceSum(), ops.ReduceSum(keep_dims=True)
+        self.largest = ops.ArgMaxWithValue(axis=-1)
+
+    def construct(self, best: Tensor, ids: Tensor, best_ids: Tensor, draws: Tensor) -> Tensor:
+        temperature, top_k, top_p, min_p, number, is_drawn = self.split(draws, self.sizes, 1)
+        scaled = self.divide(best, temperature)
+        weights = self.exp(self.subtract(scaled, self.gather(scaled, self.first, 1)))
+        float_ids = self.cast(ids, ms.float32)  # exact, because ids are below 2^24
+        before = self.ranked_before(scaled, float_ids)
+        ranks = self.sum(before, -1)
+        in_top_k = self.flags(top_k, ranks)
+        weights = self.multiply(weights, in_top_k)
+        mass_before = self.sum(self.multiply(before, self.shape(weights, self.as_row)), -1)
+        in_top_p = self.flags(self.multiply(top_p, self.total(weights, -1)), mass_before)
+        kept = self.multiply(in_top_k, in_top_p)
+        kept = self.without(kept, self.flags(min_p, weights))
+        weights = self.multiply(weights, kept)
+        limit = self.multiply(number, self.total(weights, -1))
+        # The drawn candidate is the first kept one whose running mass exceeds the limit. Its rank is the number of kept
+        # candidates whose running mass does not.
+        passed = self.without(kept, self.flags(self.add(mass_before, weights), limit))
+        is_chosen = self.cast(self.equal(ranks, self.total(passed, -1)), ms.float32)
+        _, chosen = self.largest(self.multiply(float_ids, is_chosen))
+        return self.where_drawn(self.cast(chosen, ms.int32), best_ids, is_drawn)
+
+    def ranked_before(self, scaled: Tensor, ids: Tensor) -> Tensor:
+        """Returns float32 [seqs, candidates, candidates]: 1 where the candidate of the last axis ranks before the
+        candidate of the second axis, else 0. The larger logit ranks first, the smaller id on a tie.
+        """
+        column, row = self.shape(scaled, self.as_column), self.shape(scaled, self.as_row)
+        smaller_id = self.flags(self.shape(ids, self.as_column), self.shape(ids, self.as_row))
+        is_equal = self.cast(self.equal(row, column), ms.float32)
+        return self.add(self.flags(row, column), self.multiply(is_equal, smaller_id))
+
+    def where_drawn(self, drawn: Tensor, best_ids: Tensor, is_drawn: Tensor) -> Tensor:
+        """Returns ``drawn`` where ``is_drawn`` is 1, and ``best_ids`` where it is 0."""
+        difference = self.subtract(drawn, best_ids)
+        return self.add(best_ids, self.multiply(difference, self.cast(self.shape(is_drawn, (-1,)), ms.int32)))
+
+    def flags(self, a: Tensor, b: Tensor) -> Tensor:
+        """Returns 1.0 where ``a`` is greater than ``b``, else 0.0."""
+        return self.cast(self.greater(a, b), ms.float32)
+
+    def without(self, flags: Tensor, dropped: Tensor) -> Tensor:
+        """Returns ``flags``, with 0 where ``dropped`` is 1."""
+        return self.subtract(flags, self.multiply(flags, dropped))

@@ -1,0 +1,67 @@
+"""Lets the device choose tokens of sequences with a temperature, so that the next step can be launched ahead.
+
+The host's sampler decides. The device makes the same choice from the same logits and the same random numbers, but its
+floats may round differently. So the host compares each token with its own, and ``agent.run_ahead.steps`` launches a
+step again if the step was computed with another token. Therefore text never depends on the arithmetic of a device.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+import numpy.typing as npt
+
+from agent.kernels import uniform_numbers
+from agent.sampler import decided_by_candidates
+from agent.scores import DeviceScores, Float32Array
+from llm_serving.ipc.shm import StepSlot
+
+_BELOW_ONE = np.nextafter(np.float32(1), np.float32(0))
+_SMALL = np.float32(1e-30)
+"""Takes the place of a ``top_p`` of 0, because the largest logit is kept in any case."""
+
+
+class DrawColumn(enum.IntEnum):
+    """The columns of the array ``draws``, float32 [seqs, columns], by which a device chooses tokens.
+
+    To add a column, add a member here, and write the column in ``draw_parameters``.
+    """
+
+    TEMPERATURE = 0
+    TOP_K = 1
+    TOP_P = 2
+    """The parameter ``top_p``, or 2 if it is 1. With 2, rounded sums exclude no candidate."""
+    MIN_P = 3
+    NUMBER = 4
+    """The sampler's random number for this token: at least 0 and below 1."""
+    IS_DRAWN = 5
+    """1 if the device chooses the token at random, 0 if the token is the one with the largest logit."""
+
+
+def start_draws(scores: DeviceScores, slot: StepSlot) -> npt.NDArray[np.bool_]:
+    """Starts the choice of tokens on the device, after ``find_candidates``. Returns, for each sequence, whether the
+    device draws its token: bool [seqs].
+    """
+    drawn = decided_by_candidates(slot, scores.num_drawable)
+    if drawn.any():
+        scores.draw(draw_parameters(slot, drawn))
+    return drawn
+
+
+def draw_parameters(slot: StepSlot, drawn: npt.NDArray[np.bool_]) -> Float32Array:
+    """Returns the parameters of each draw, float32 [seqs, columns]. ``drawn`` [seqs] selects the drawn sequences.
+
+    Sequences that are not drawn get a temperature of 1.
+    """
+    seqs = slot.num_seqs
+    given = {name: slot.arrays[name][:seqs] for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
+    numbers = uniform_numbers(given["seed"], slot.arrays["sample_position"][:seqs])
+    draws = np.empty((seqs, len(DrawColumn)), np.float32)
+    draws[:, DrawColumn.TEMPERATURE] = np.where(drawn, given["temperature"], 1)
+    draws[:, DrawColumn.TOP_K] = given["top_k"]
+    draws[:, DrawColumn.TOP_P] = np.where(given["top_p"] < 1, np.maximum(given["top_p"], _SMALL), 2)
+    draws[:, DrawColumn.MIN_P] = given["min_p"]
+    draws[:, DrawColumn.NUMBER] = np.minimum(numbers.astype(np.float32), _BELOW_ONE)
+    draws[:, DrawColumn.IS_DRAWN] = drawn
+    return draws

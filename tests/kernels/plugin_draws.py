@@ -1,0 +1,88 @@
+"""Compares the tokens that the graph ``draws`` chooses on a device with those of the host's sampler.
+
+test_plugin_semantics.py runs this file under pytest in its own process, which has the op plugin.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+from agent.kernels.library import library_path
+
+os.environ["MS_OP_PLUGIN_PATH"] = str(library_path())
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn
+from test_candidates import ROWS, K, Sampling, as_bfloat16, candidates_of
+
+from agent.device_sampling import draws_cell
+from agent.run_ahead.draws import draw_parameters
+
+ms.set_context(mode=ms.GRAPH_MODE, jit_config={"jit_level": "O0"})
+ms.set_device("CPU")
+
+SEEDS = 8
+
+
+@cache
+def graph(num_candidates: int) -> nn.Cell:
+    return draws_cell(num_candidates)
+
+
+def chosen(best: Any, found: Any, draws: Any) -> Any:
+    """Runs the graph. Returns the token of each row."""
+    values, ids = found.values[0], found.ids[0]
+    return graph(values.shape[1])(Tensor(values), Tensor(ids), Tensor(best), Tensor(draws)).asnumpy()
+
+
+def settings(rng: np.random.Generator) -> dict[str, Any]:
+    """Returns parameters of rows that a device may draw, and a temperature of 0 for some rows."""
+    return {
+        "temperature": rng.choice(np.array([0, 0.05, 0.7, 1, 1.5, 2], np.float32), ROWS),
+        "top_k": rng.choice([1, 2, 5, 20, 50, 63, 64], ROWS),
+        "top_p": rng.choice(np.array([1, 1, 0, 1e-6, 0.3, 0.8, 0.95, 0.999], np.float32), ROWS),
+        "min_p": rng.choice(np.array([0, 0, 0, 0.02, 0.2, 1], np.float32), ROWS),
+        "seed": rng.integers(0, 2**63, ROWS),
+        "sample_position": rng.integers(0, 1000, ROWS),
+    }
+
+
+@pytest.mark.parametrize("rounding", [np.float32, as_bfloat16])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 4.0, 30.0])
+def test_draws_are_those_of_the_host(spread: float, rounding: Any) -> None:
+    """Draws tokens with all parameters, from candidates whose equal logits are in random order.
+
+    A sum that is rounded to float32 may choose another token, but only rarely. Rows that the host cannot decide by the
+    candidates are left out.
+    """
+    different = compared = 0
+    for seed in range(SEEDS):
+        rng = np.random.default_rng([seed, int(spread * 100)])
+        logits = rounding((rng.standard_normal((ROWS, 3000)) * spread).astype(np.float32))
+        sampling = Sampling(logits, settings(rng), [], [])
+        sampling.histories = {}
+        wanted, (_, undecided) = sampling.whole().sampled_ids, sampling.of_candidates()
+        temperature = sampling.inputs["temperature"]
+        best, _, found = candidates_of(sampling.logits, temperature, rng=rng)
+        slot: Any = SimpleNamespace(num_seqs=ROWS, arrays=sampling.inputs)
+        got = chosen(best, found, draw_parameters(slot, temperature > 0))
+        np.testing.assert_array_equal(got[temperature == 0], best[temperature == 0])
+        different += int((got != wanted)[~undecided].sum())
+        compared += int((~undecided).sum())
+    assert compared > ROWS * SEEDS // 8
+    assert different <= 1, f"{different} of {compared} tokens are not those of the host"
+
+
+def test_any_logits_give_a_token_id() -> None:
+    """A token id that does not exist would make the next step fail, also that of other sequences."""
+    values = np.array([[np.nan] * K, [np.inf] * K, [-np.inf] * K, [*range(K - 1, 0, -1), np.nan]], np.float32)
+    found = SimpleNamespace(values=values[None], ids=np.broadcast_to(np.arange(7, 7 + K), (1, 4, K)).copy())
+    inputs = Sampling(values, {"temperature": 0.7, "top_k": 20}, [], []).inputs
+    slot: Any = SimpleNamespace(num_seqs=4, arrays=inputs)
+    tokens = chosen(np.full(4, 7, np.int32), found, draw_parameters(slot, np.ones(4, np.bool_)))
+    assert all(token == 0 or 7 <= token < 7 + K for token in tokens.tolist()), tokens
