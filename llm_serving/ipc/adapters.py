@@ -1,8 +1,8 @@
-"""Shared memory with a LoRA adapter: the server writes it, and the agents copy the adapter into one of their slots.
+"""Shared memory with a LoRA adapter: the server writes it, and the agents copy it into one of their adapter slots.
 
-The content is 8 bytes N (little-endian), N bytes of MessagePack (a list of ``AdapterModule``), then the matrices. Each
-matrix begins at a multiple of 64 bytes. The segment keeps its name as long as the adapter is loaded, because restarted
-agents map it again.
+The segment begins with a number N (8 bytes, little-endian). N bytes of MessagePack follow, with a list of
+``AdapterModule``. Then come the matrices, each at a multiple of 64 bytes. The segment keeps its name as long as the
+adapter is loaded, because restarted agents map it again.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class AdapterMemory(NamedSegment):
 
     @classmethod
     def create(cls, modules: Sequence[tuple[str, float, Array, Array]]) -> AdapterMemory:
-        """Creates a segment with one LoRA adapter. Each of ``modules`` describes one adapted linear layer: its name,
-        scale, A [rank, inputs] and B [outputs, rank].
+        """Creates a segment with one LoRA adapter.
 
-        All matrices have the same type. Raises OSError if /dev/shm is too small.
+        ``modules`` has, for each adapted linear layer, its name, its scale and its matrices A [rank, inputs] and
+        B [outputs, rank]. All matrices must have the same type. Raises OSError if /dev/shm is too small.
         """
         sizes = [(each[2].nbytes, each[3].nbytes) for each in modules]
         # The index, a list of ``AdapterModule``, comes before the matrices and contains their offsets. These offsets

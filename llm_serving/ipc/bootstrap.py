@@ -1,7 +1,7 @@
-"""The pipe through which the launcher gives a new agent the secret and the config.
+"""The pipe through which the launcher, a part of the server, gives a new agent the launch secret and the config.
 
 The agent inherits the reading end. The launcher writes one frame and keeps the writing end open. If the server ends for
-any reason, the agent reads the end of the file.
+any reason, the agent reads the end of the file, and can end itself.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The exchange: shared memory in which the agents of one group pass data. This module has the layout and the server's
-side.
+"""The exchange: shared memory in which the agents of one group pass data to each other.
+
+This module has the layout, and the code that the server uses.
 
 A group is the agents of one replica: ``tensor_parallel`` agents in each of ``pipeline_parallel`` stages. For every
 group with more than one agent, the server creates one segment, and each agent maps it. Kernels
@@ -14,7 +15,7 @@ group with more than one agent, the server creates one segment, and each agent m
     collective buffers  two for each agent, used alternately: one piece of its contribution to a sum or a gather
     activation rings    one for each border between stages: the residual stream of the last ``RING_STEPS`` steps
 
-Each wait for a counter has a comment that explains why no data is overwritten too early.
+In the code of the agents, a comment at each wait for a counter explains why no data is overwritten too early.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The first messages of a connection between nodes. The sender proves a secret and describes its memory.
+"""The first messages of a connection between machines, through which one process sends blocks or other data to another.
+
+The sender proves that it knows a secret, and states facts about its memory, such as sizes.
 
     receiver                              sender
        |---- magic, nonce ------------------->|
@@ -32,10 +34,10 @@ is the number of checks without a reply after which the connection ends.
 
 
 def introduce(link: socket.socket, magic: bytes, secret: bytes, facts: bytes) -> None:
-    """Does the sender's part of the introduction. ``facts`` describes the sender's memory, in at most
-    ``MAX_FACTS_BYTES`` bytes.
+    """Does the sender's part of the introduction. ``facts`` describes the sender's memory.
 
-    Raises OSError if the connection breaks, and ProtocolError if the receiver refuses.
+    ``facts`` has at most ``MAX_FACTS_BYTES`` bytes. Raises OSError if the connection breaks, and ProtocolError if the
+    receiver refuses the proof or the facts.
     """
     found, nonce = _CHALLENGE.unpack(receive(link, _CHALLENGE.size))
     if found != magic:

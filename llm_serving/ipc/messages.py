@@ -244,9 +244,10 @@ class Shutdown(Message, frozen=True, tag="shutdown"):
 class StepDone(Message, frozen=True, tag="step_done"):
     """Agent to server: step ``seq`` has run and its results are in its slot, or it was aborted before it began.
 
-    ``queue_us``, ``graph_us`` and ``sample_us`` are microseconds in the task queue, in the graph and in the sampler.
-    The graph includes the block moves before it. ``fetched_bytes`` is the number of bytes that were copied from the
-    device to choose the tokens. ``draft_us`` is the part of ``sample_us`` that the draft model took.
+    ``queue_us``, ``graph_us`` and ``sample_us`` are the microseconds that the step spent in the task queue, in the
+    graph and in the sampler. ``graph_us`` includes the block moves before the graph. ``fetched_bytes`` is the number of
+    bytes that were copied from the device to choose the tokens. ``draft_us`` is the time of the draft model, a part of
+    ``sample_us``.
     """
 
     seq: UInt
@@ -276,7 +277,7 @@ class Unhealthy(Message, frozen=True, tag="unhealthy"):
 
 
 class StatusReply(Message, frozen=True, tag="status_reply"):
-    """Agent to server: steps run since the start, steps queued, resident memory in bytes."""
+    """Agent to server: the number of steps since the start, the number of queued steps, resident memory in bytes."""
 
     seq: UInt
     steps: UInt

@@ -1,8 +1,8 @@
 """Segments of shared memory with any content: the server creates and removes them, agents map them.
 
 A name contains the creator's process id and random digits. The pages are reserved at creation, so that a full
-``/dev/shm`` is an error at the start and not in a step. The name is removed after all agents have mapped the segment.
-The pages are freed with the last mapping.
+``/dev/shm`` is an error at the start and not in a step. The server removes the name when no further agent must map the
+segment. The pages are freed with the last mapping.
 
 The creator holds a lock on the segment's file as long as it maps the file. When the creator ends or is killed, the
 operating system drops the lock. So a name without a lock is a leftover of a killed server, and ``remove_leftovers``

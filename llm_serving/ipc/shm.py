@@ -43,8 +43,8 @@ MOVE_WIDTH = 3
 """Number of integers that describe one block move in a slot: kind, source, destination."""
 
 STATE_MOVE_WIDTH = 3
-"""Number of integers that describe one state move in a slot: index of a sequence in the step, number of tokens n,
-snapshot.
+"""Number of integers that describe one state move in a slot. They are the index of a sequence in the step, a number of
+tokens n, and the number of a snapshot.
 
 A state move loads or saves a state of linear attention. If n is 0, the sequence resumes from the snapshot. Otherwise,
 the state after the sequence's first n tokens in the step is saved in the snapshot (``agent/sequence_states.py``).
@@ -156,10 +156,10 @@ class Field:
 
 
 def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
-    """Returns the fields of a slot, in the order of the memory.
+    """Returns the fields of a slot, in their order in memory.
 
-    The descriptions of the fields use sizes of the present step from the slot's header: T tokens, S sequences, W block
-    ids per block table.
+    The descriptions of the fields use three sizes from the slot's header: T tokens, S sequences, and W block ids in
+    each block table.
     """
     tokens, seqs = limits.max_tokens, limits.max_seqs
     return (

@@ -93,10 +93,10 @@ class SlotContents:
         return b"".join(self._result_parts())
 
     def write_results(self, contents: memoryview) -> None:
-        """Writes the bytes that ``results`` returned on the other machine. Raises ProtocolError if their number is
-        wrong.
+        """Writes the bytes that ``results`` returned on the other machine.
 
-        The sizes come from this slot's header and inputs, which the server has written itself.
+        Raises ProtocolError if their number does not match the sizes in this slot's header and inputs. The server has
+        written the header and the inputs itself, so the sizes can be trusted.
         """
         _fill(self._result_parts(), contents, f"the results of step {self._slot.seq}")
 

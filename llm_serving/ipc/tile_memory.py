@@ -1,7 +1,8 @@
 """Shared memory with the pixels of tiles: the server writes them, and the agents encode them.
 
-It has a fixed number of places. Each place has one tile, ``uint8`` [pixels, 3], row by row. A place is in use while any
-request has its tile. The memory keeps its name as long as the server runs, because restarted agents map it again.
+The memory has a fixed number of places, each for one tile: ``uint8`` [pixels, 3], in rows of pixels. A place is in use
+while a request needs its tile. The memory keeps its name as long as the server runs, because restarted agents map it
+again.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ MAX_TOOLS_BYTES = 65536
 MAX_ARGUMENT_VALUES = 65536
 """Maximum number of values and keys in the arguments of all earlier tool calls of a request together.
 
-Python's JSON parser and encoder keep the interpreter lock (GIL) for one text. They take 7 ms for this many numbers.
+While Python's JSON parser or encoder works on a text, it keeps the interpreter lock (GIL), so other threads wait. For
+this number of values, it takes 7 ms.
 """
 MAX_TOOL_NAME_CHARS = 64
 MAX_MESSAGES = 4096

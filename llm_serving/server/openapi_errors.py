@@ -91,7 +91,8 @@ def of_operation(path: str, *, generates: bool, has_keys: bool) -> tuple[dict[st
     """Returns two parts of an operation in the OpenAPI document: its responses to refused requests, and its
     ``security``.
 
-    ``generates`` is True if the operation passes requests to the engine's queue.
+    ``generates`` is True if the operation passes requests to the engine's queue, and may refuse them because the queue
+    is full.
     """
     if path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
         return _responses("403"), {"security": []} if has_keys else {}

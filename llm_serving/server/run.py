@@ -54,12 +54,13 @@ async def serve(
 ) -> None:
     """Serves HTTP on ``sock`` until ``stop`` is set. The socket must be bound and listening. It is closed at the end.
 
-    With ``tls``, connections to ``sock`` are encrypted. ``others`` are further listeners. All listeners together have
-    one limit of connections.
+    With ``tls``, connections to ``sock`` are encrypted. ``others`` are further listeners. The limit of connections is
+    for all listeners together.
 
-    After ``stop``, new requests get a 503. Active requests have ``drain_s`` seconds to complete. Then they end with an
-    error, and a stream with an error event. The stop takes less than ``drain_s`` + 3 seconds. If the engine has
-    stopped, active requests end immediately. The caller handles signals. Any event loop works; uvloop is the fastest.
+    After ``stop``, new requests get the status 503. Active requests have ``drain_s`` seconds to complete. Then they end
+    with an error; a streamed response ends with an error event. The stop takes less than ``drain_s`` + 3 seconds. If
+    the engine has stopped, active requests end immediately. The caller handles signals. Any event loop works; uvloop is
+    the fastest.
     """
     state = app.state
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -1,4 +1,4 @@
-"""A log file that is appended to: private, rotated by size, and opened again after a rename or a signal.
+"""A log file: closed to other users, rotated by size, and opened again after a rename or a signal.
 
 Each write first compares the open file with the path. So a file that was moved or deleted gets no further line, and the
 next line makes a new file. If the disk is full, lines are lost and counted, but the caller gets no error.

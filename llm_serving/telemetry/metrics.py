@@ -35,7 +35,7 @@ _HOST = (0.0, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1
 class Metrics:
     """All metrics of one server. The engine thread and the event loop call the methods, which do not block.
 
-    To limit the cost, the engine calls a method at most once for each step or once for each request.
+    To limit the cost, the engine calls these methods only once for each step or request, and not for each token.
     """
 
     def __init__(self, *, process: bool = True, vllm_model: str | None = None) -> None:

@@ -1,7 +1,7 @@
 """Shows the progress of the server's start: a bar on a terminal, and a line for each completed stage.
 
-A stage can take long without any news, for example the compilation of a graph. With ``watch``, a user therefore sees
-the name and the seconds of the present stage again after ``SILENCE_S``.
+A stage can take long without any progress to show, for example the compilation of a graph. ``watch`` therefore shows
+the name of the present stage and its seconds again after ``SILENCE_S``.
 """
 
 from __future__ import annotations

@@ -95,7 +95,8 @@ class WaitingLine:
 class Receipt:
     """The times of one request: the time in each phase, and the time for which it was blocked, by reason.
 
-    ``start`` and ``now`` are seconds on one clock that never goes back. One thread writes. Other threads may read.
+    The arguments ``start`` and ``now`` are seconds of one monotonic clock. One thread changes the receipt, and other
+    threads may read it.
     """
 
     __slots__ = ("_blocked_before", "_blocked_since", "_blockers", "_joined_at", "_line", "_reason", "_state",

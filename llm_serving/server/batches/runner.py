@@ -1,7 +1,7 @@
 """Runs the batches of a store: a bounded number of lines at the same time, all with the lowest priority.
 
-The runner appends the result of a line in one write. After a restart, it reads which lines have a result, and computes
-only the other lines. So the results have each line exactly once.
+The runner appends the result of a line to a file in one write. After a restart, it reads which lines have a result, and
+computes only the other lines. So each line has exactly one result.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ from llm_serving.server.fields.images import as_parts, joined
 
 
 def join_neighbours(messages: Iterable[dict[str, Any]], separators: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Returns the messages of a chat, where neighbours with the same role are one message.
+    """Returns the messages of a chat, with neighbouring messages of the same role joined to one.
 
-    ``separators`` has the text between their contents for each role that is joined. Messages of other roles stay apart.
-    The time is proportional to the length of the messages.
+    ``separators`` maps each role that is joined to the text between the joined contents. Messages of other roles stay
+    separate. The time is proportional to the length of the messages.
     """
     found: list[dict[str, Any]] = []
     for role, group in groupby(messages, key=lambda message: str(message["role"])):

@@ -41,8 +41,8 @@ def chat_entries(tokenizer: Tokenizer, logits: Iterable[TokenLogits], count: int
 class CompletionLogprobs:
     """Formats the member ``logprobs`` of one choice of ``/v1/completions``, piece by piece.
 
-    ``text_offset`` has the position of each token's text in the choice's text. ``top_logprobs`` has the best tokens and
-    the sampled token.
+    The list ``text_offset`` has the position of each token's text in the choice's text. ``top_logprobs`` has, for each
+    token, the most likely tokens at its position and the sampled token.
     """
 
     def __init__(self, tokenizer: Tokenizer, choice: Choice, count: int) -> None:

@@ -50,10 +50,10 @@ class Prompt:
 
 
 async def read_prompts(state: ServerState, value: object, n: int) -> list[Prompt]:
-    """Returns the prompts of a ``prompt`` field as token ids: text, token ids, or a list of either.
+    """Returns the prompts in the field ``prompt`` as token ids.
 
-    Another thread checks long lists of token ids. ``n`` is the number of sequences for each prompt. Raises
-    RequestError.
+    ``value`` is one prompt or a list of prompts. A prompt is a text or a list of token ids. Another thread checks long
+    lists. ``n`` is the number of sequences for each prompt. Raises RequestError.
     """
     check_lengths(value, n, state.settings)
     num_items = sum(len(one) if isinstance(one, list) else 1 for one in value) if isinstance(value, list) else 1
@@ -83,7 +83,10 @@ def check_lengths(value: object, n: int, settings: ServerSettings, param: str = 
 
 
 def parse_prompts(value: object, param: str = "prompt") -> list[str | list[int]]:
-    """Returns the prompts of the field ``param``: text, token ids, or a list of either. Raises RequestError."""
+    """Returns the list of prompts in the field ``param``, each a text or a list of token ids.
+
+    ``value`` is one prompt or a list of prompts. Raises RequestError if it is neither.
+    """
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):

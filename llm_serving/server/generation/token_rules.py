@@ -39,9 +39,10 @@ class RuledSource:
 async def with_token_rules(
     state: ServerState, sampling: SamplingParams, max_tokens: int, grammar: ConstraintSource | None
 ) -> ConstraintSource | None:
-    """Returns the constraint of each choice: ``grammar`` and the rules of ``sampling``. None if any token may follow.
+    """Returns an object that makes the constraint of each choice from ``grammar`` and the rules of ``sampling``.
 
-    ``max_tokens`` is the smallest ``max_tokens`` of all choices. Raises RequestError.
+    Returns None if any token may follow. ``max_tokens`` is the smallest ``max_tokens`` of all choices. Raises
+    RequestError if the rules are wrong or forbid every token.
     """
     if sampling.min_tokens > max_tokens:
         raise RequestError(

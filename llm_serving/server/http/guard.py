@@ -2,7 +2,7 @@
 
 A browser lets any page send requests to ``http://127.0.0.1``. The header ``Origin`` of the request then names the
 page's server. A page may also point its own host name at 127.0.0.1 (DNS rebinding). The header ``Host`` then has that
-name.
+name. So the server checks both headers, and refuses names that it does not know.
 
 To add another check of this kind, change ``check_origin``. ``ServerApp`` calls it for every request.
 """

@@ -19,10 +19,11 @@ _MAX_FRAMES = 12
 class LoopStacks:
     """A thread that notes the functions on the event loop's stack if a loop iteration takes too long.
 
-    The loop calls ``iterated`` every few milliseconds while it is watched. Otherwise the thread sleeps.
+    While the loop is watched, it calls ``iterated`` every few milliseconds. Otherwise the thread sleeps.
 
-    While a C function keeps the interpreter lock (GIL), this thread cannot look. It gets the lock when the function
-    returns, before the caller's next instruction. So the stack still has the caller of the C function.
+    While a C function keeps the interpreter lock (GIL), this thread cannot read the stack. It gets the lock when the C
+    function returns, before the Python function that called it continues. So this Python function is still on the
+    stack.
     """
 
     def __init__(self) -> None:

@@ -24,9 +24,9 @@ from llm_serving.server.limits import (
 )
 
 RECEIVED_AT = "llm_serving.received_at"
-"""Key of the ASGI scope for the start of the request, in seconds of the monotonic clock. Latencies count from it.
+"""Key of the ASGI scope for the time at which latencies of the request begin, in seconds of the monotonic clock.
 
-It is the arrival of the request's first byte, or an earlier time that a trusted proxy states in ``X-Request-Start``.
+This is the arrival of the request's first byte, or an earlier time that a trusted proxy states in ``X-Request-Start``.
 """
 STREAM_CHANNEL = "llm_serving.stream_channel"
 """Key of the ASGI scope for the ``StreamChannel`` of the response."""
@@ -172,9 +172,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     - A chunked body must not have trailers, and its framing must not be much longer than the body (400).
     - A message must be complete after ``MESSAGE_TIMEOUT_S``. A handler has a shorter time limit for a body that it
       reads, and responds with an error.
-    - A client must read what is written within ``WRITE_TIMEOUT_S``.
-    - Requests must not be pipelined. If a client sends a request too early, the connection closes after the present
-      response. Until then, the server reads the connection. If the client closes it, the work for the response ends.
+    - A client must read the written bytes within ``WRITE_TIMEOUT_S``.
+    - Requests must not be pipelined. If a client sends a request before the present response is complete, the server
+      discards the request and closes the connection after the response. It notices meanwhile if the client closes the
+      connection, and then ends the work for the response.
     """
 
     def __init__(self, rules: ConnectionRules, *args: Any, **kwargs: Any) -> None:

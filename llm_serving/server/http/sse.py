@@ -99,8 +99,9 @@ class _Parts:
 class EventStream:
     """A streamed response. The engine passes each piece of text to ``push``, which writes the piece to the socket.
 
-    Nothing is sent before the first event, so an error before it still gets its own HTTP status. A later error becomes
-    an event. While the client is too slow, up to ``MERGE_AT`` pieces of a choice are merged into one.
+    The HTTP status is sent together with the first event. So an error before the first event still gets its own status.
+    A later error becomes an event. While the client is too slow, up to ``MERGE_AT`` pieces of a choice are merged into
+    one.
     """
 
     def __init__(self, generation: Generation, events: EventFormat) -> None:

@@ -80,7 +80,7 @@ def view_of(state: ServerState, engine: AsyncEngine, log: EventLog) -> ServerSta
 async def served(
     state: ServerState, request: Request, name: str | None, fields: RequestModel | None = None
 ) -> ServerState:
-    """Returns the view of the model ``name``, or of the main model for None.
+    """Returns the view of the model ``name``. If ``name`` is None, returns the view of the main model.
 
     If the model is not in memory, it is started first. It stays in memory until the response has been sent. ``fields``
     is the request body, which may set a deadline for the wait. Raises ModelNotFoundError, NotPermittedError,
@@ -114,7 +114,7 @@ def present(state: ServerState) -> ServerState:
 def main_model(state: ServerState, request: Request) -> ServerState:
     """Returns the view of the main model's present version, which stays in memory until the response has been sent.
 
-    Call this function after reading the body. A reload during the reading could replace the version.
+    Call this function after reading the body, because a reload during the reading could replace the version.
     """
     if state.models is None:
         return state

@@ -144,7 +144,7 @@ async def _finish(state: ServerState, folder: str | None = None) -> dict[str, An
 
 
 def _stop_after(state: ServerState, seconds: float) -> None:
-    """Stops the running profile after this time, if it still runs."""
+    """Stops the running profile after ``seconds`` seconds, if it still runs then."""
     loop, folder = asyncio.get_running_loop(), state.profile.folder
     assert folder is not None, "only a running profile is stopped"
     state.profile.timer = loop.call_later(seconds, lambda: loop.create_task(_stop_late(state, folder)))

@@ -205,9 +205,10 @@ def _usage(generation: Generation, num_output_tokens: int) -> dict[str, int]:
 
 
 def _output_limit(settings: GenerationSettings, num_prompt_tokens: int) -> tuple[int | None, str]:
-    """Returns the maximum number of new tokens, and the name of the setting that limits them.
+    """Returns the maximum number of new tokens, and the name of the setting that sets it.
 
-    ``max_length`` counts the prompt as well. Raises ContextLengthError if the prompt alone reaches ``max_length``.
+    The setting ``max_length`` limits prompt and new tokens together, ``max_new_tokens`` only the new ones. Raises
+    ContextLengthError if the prompt alone reaches ``max_length``.
     """
     name, limit = "gen_kwargs.max_new_tokens", settings.max_new_tokens
     if settings.max_length is None:

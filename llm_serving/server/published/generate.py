@@ -2,7 +2,8 @@
 
 The URLs also work without ``/models/{name}``. A stream has one event for each token,
 ``data:{"token": {...}, "generated_text": null, ...}``. The last event has the whole ``generated_text``. The ``text`` of
-a token is the text that became complete with the token. So the texts of all tokens, joined, are ``generated_text``.
+a token is the text that became complete with the token. It is empty if the token ends inside a character. So the texts
+of all tokens, joined, are ``generated_text``.
 """
 
 from __future__ import annotations

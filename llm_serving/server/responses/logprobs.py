@@ -18,8 +18,8 @@ from llm_serving.server.generation.sampling import Choice
 class MessageLogprobs:
     """Keeps the log-probabilities of one answer's tokens, with the position of each token's text in the answer.
 
-    An answer consists of reasoning, tool calls, markers and messages. The caller takes the tokens in the text of a
-    message, and the other tokens are dropped.
+    An answer consists of reasoning, tool calls, markers and messages. Only messages have log-probabilities in the
+    response. So the caller takes the tokens in the text of a message, and the tokens before it are dropped.
     """
 
     def __init__(self, tokenizer: Tokenizer, choice: Choice, count: int) -> None:
