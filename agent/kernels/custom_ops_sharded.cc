@@ -141,8 +141,8 @@ int sharded_lm_head(const Tensors& t) {
   return error;
 }
 
-// HandOver: hidden, residual, stream [tokens, width], counts -> the number of the step, counts[3], as int32 [1]. Writes
-// hidden + residual to `stream`, the input of the next pipeline stage.
+// HandOver. Inputs: hidden, residual and stream, each [tokens, width], and counts. Output: the number of the step as
+// int32 [1], a copy of counts[3]. Writes hidden + residual to `stream`, the input of the next pipeline stage.
 int hand_over(const Tensors& t) {
   enum { kHidden, kResidual, kStream, kCounts, kOut };
   if (t.count != 5) return refuse_text(t.op, "got %d arguments; it takes 4 and gives 1", t.count);

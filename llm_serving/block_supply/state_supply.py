@@ -66,8 +66,8 @@ class StateSupply(PrefixSupply, Stateful):
         self._awaited: Counter[bytes] = Counter()
         """Number of sequences that will save a state, by the hash of the block at whose end they save it.
 
-        ``snapshot`` leaves these hashes out, because a flight recording has pseudonyms instead of tokens. ``restore``
-        computes them again.
+        ``snapshot`` leaves these hashes out. A flight recording has pseudonyms instead of tokens, so the hashes would
+        not match them. ``restore`` computes new hashes.
         """
 
     def look_up(self, sequence: Sequence) -> CachedPrefix:

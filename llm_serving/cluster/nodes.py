@@ -30,7 +30,7 @@ attempt.
 FAILURES_OF_A_LOSS = 2
 """Number of consecutive failed attempts to connect after which ``NodePool.on_loss`` is called."""
 REFUSED_RETRY_S = 10.0
-"""Seconds until the server connects again to a node with another program or another model."""
+"""Seconds until the server tries a node again that it refused, because the node has another program or model."""
 
 
 class NodeState(enum.Enum):

@@ -331,7 +331,7 @@ def check_batches(raw: RawConfig, config: Config) -> None:
 
 
 def check_lengths(raw: RawConfig, config: Config) -> None:
-    """Raises ConfigError if the KV cache cannot hold the longest sequence, or if a step may have too few tokens.
+    """Raises ConfigError if the KV cache cannot hold the longest sequence, or if the token limit of a step is too low.
 
     A decode step needs a token for each running sequence.
 

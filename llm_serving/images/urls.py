@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FETCH_TIMEOUT_S = 10.0
 """Maximum seconds without a byte from an allowed host."""
 FETCH_TOTAL_S = 30.0
-"""Maximum total seconds for the images of a request from allowed hosts."""
+"""Maximum seconds in all to fetch the images of one request, which may come only from allowed hosts."""
 _SHOWN_CHARS = 64
 _PIECE_BYTES = 65_536
 _BASE64_CHARS = 1 << 18

@@ -6,7 +6,7 @@ step may need only some rows. TILE_WIDTH integers in the step's slot describe ea
 
 - the place of the tile's pixels in the shared memory (``tile_memory``),
 - the index in the step of the first token that gets a row,
-- the number of the tile's row for this token, and the number of rows,
+- the index of the tile's row for this token, and how many rows the step needs from there,
 - the height and the width of the tile in pixels, and the digest of the pixels.
 """
 

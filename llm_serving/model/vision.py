@@ -182,7 +182,7 @@ class ImageProcessing:
         return vision.image_size**2 or self.max_pixels
 
     def fewest_rows(self, vision: VisionShape) -> int:
-        """Returns the number of rows of the smallest tile."""
+        """Returns the number of embedding rows of the smallest tile, one for each token."""
         return max(1, vision.rows_of(vision.image_size**2 or self.min_pixels))
 
 

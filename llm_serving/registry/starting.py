@@ -135,7 +135,7 @@ def _check_adapters(adapters: Sequence[Adapter], config: Config) -> None:
 
 
 def _copy_adapters(adapters: Sequence[Adapter], engine: AsyncEngine) -> None:
-    """Loads into ``engine`` all ``adapters`` that it does not have from its config. Raises AdapterError."""
+    """Loads into ``engine`` those of ``adapters`` that its config does not name. Raises AdapterError."""
     for adapter in _kept(adapters, engine.config):
         digest, memory = read_into_memory(Path(adapter.path), engine.config)
         engine.adapters.keep(adapter.name, adapter.path, digest, memory)

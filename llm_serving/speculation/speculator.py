@@ -237,9 +237,9 @@ class Speculator:
         return track
 
     def _shared_places(self, salt: bytes) -> Places:
-        """Returns the places of all requests with this cache salt.
+        """Returns the places of grammars (``Places``) that all requests with this cache salt share.
 
-        Response times would reveal guesses of other requests, so requests with different salts share nothing.
+        Requests with different salts share nothing, because response times would reveal the tokens of other requests.
         """
         known = self._places.pop(salt, None)
         places = self._places[salt] = Places() if known is None else known
@@ -288,9 +288,9 @@ class Speculator:
             track.budget.spend(self._clock() - began)
 
     def _may_add(self, track: _Track) -> bool:
-        """Returns True if the next draft of a request can be offered.
+        """Returns True if the scheduler can be offered one more draft token of a request.
 
-        If the request has a constraint, also computes the mask after this draft and guesses another draft.
+        If the request has a constraint, also computes the mask after this token and guesses another token.
         """
         if track.builder is None:
             return True

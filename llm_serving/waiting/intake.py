@@ -217,7 +217,7 @@ class Intake(Stateful):
         self._leave_queue(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Removes a sequence from the queue for another reason than its start."""
+        """Removes a sequence that leaves the queue without being started, for example because its client left."""
         if sequence in self._preempted:
             self._preempted.remove(sequence)
         else:

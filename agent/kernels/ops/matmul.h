@@ -116,7 +116,7 @@ static inline void matmul_packed(const MatMulArgs& args, int64_t row, int64_t ro
   } while (!piece.last);
 }
 
-// Multiplies rows [row, row_end) by C columns. A few rows read the columns where they are, without packing them.
+// Multiplies rows [row, row_end) by C columns. For at most kTileRows rows, it reads the columns without packing them.
 template <int C, class T>
 static inline void matmul_columns(const MatMulArgs& args, int64_t row, int64_t row_end, int64_t column) {
   if (row_end - row > kTileRows) return matmul_packed<C, T>(args, row, row_end, column);

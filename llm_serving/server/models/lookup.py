@@ -39,7 +39,7 @@ LEASE = "llm_serving.lease"
 def open_models(
     state: ServerState, models: PlannedModels, settings: ModelsConfig, agents: ExitStack
 ) -> ModelRegistry[ServerState]:
-    """Returns the registry of a server. ``state`` serves the main model, and closing ``agents`` ends its agents."""
+    """Returns the registry of a server. ``state`` serves the main model, whose agents end when ``agents`` is closed."""
     # Copy ``state`` for the main model's first version. When a reload ends this version, ``state`` changes to the new
     # one, but requests of the first version may still run.
     view = replace(state)

@@ -82,7 +82,7 @@ async def _get_model(state: ServerState, request: Request) -> Response:
 
 
 async def _health_live(state: ServerState, request: Request) -> Response:
-    """Handles ``/health/live``. Responds with 200 unless the server has ended, also while its agents restart."""
+    """Handles ``/health/live``. Responds with 200 until the server has ended, even while agents restart."""
     is_live = not state.has_ended
     return json_response({"status": "live" if is_live else "stopped"}, status=200 if is_live else 503)
 
