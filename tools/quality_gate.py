@@ -71,7 +71,7 @@ class Format:
     calibrated: Settings | None = None
     """Settings with which the model folder is first converted by GPTQ, or None to measure the original folder."""
     as_stored: bool = False
-    """True only for the format ``file``: the weights are used as the GGUF file stores them, whatever the config says."""
+    """True only for the format ``file``: the weights are used as the GGUF file stores them, whatever the config is."""
 
 
 FORMATS = (
