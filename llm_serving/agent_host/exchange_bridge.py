@@ -340,8 +340,11 @@ class ExchangeBridge:
         link.settimeout(self._patience_s / _NUM_LOOKS)
         return True
 
-    def _fill(self, link: socket.socket, view: memoryview) -> None:
-        """Fills ``view``. Raises OSError if the connection ends, or carries nothing for ``patience_s``."""
+    def _fill(self, link: socket.socket, view: memoryview, *, is_data: bool = False) -> None:
+        """Fills ``view``. Raises OSError if the connection ends, or carries nothing for ``patience_s``.
+
+        With ``is_data``, each piece that arrives sets ``last_update``, because a long update may take many seconds.
+        """
         num_silent = 0
         while view.nbytes:
             try:
@@ -354,6 +357,8 @@ class ExchangeBridge:
             if not count:
                 raise ConnectionError("the peer closed the connection")
             view, num_silent = view[count:], 0
+            if is_data:
+                self.last_update = time.monotonic()
 
     def _write(self, link: socket.socket, sender: int) -> None:
         """Writes received updates to the exchange until the connection ends. Raises ProtocolError if one is wrong."""
@@ -376,7 +381,7 @@ class ExchangeBridge:
                 )
             if num_bytes:
                 begin = stream.place(value)
-                self._fill(link, mapping[begin : begin + num_bytes])
+                self._fill(link, mapping[begin : begin + num_bytes], is_data=True)
             present[number] = value
             self.last_update = time.monotonic()
             self._lines.publish(stream.line, value)

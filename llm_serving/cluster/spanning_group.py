@@ -13,7 +13,7 @@ from functools import partial
 
 import msgspec
 
-from llm_serving.cluster.messages import SECRET_BYTES, Place, Share
+from llm_serving.cluster.messages import NODE_PATIENCE_S, SECRET_BYTES, Place, Share
 from llm_serving.cluster.nodes import Node
 from llm_serving.cluster.remote_group import RemoteGroup, RemoteMember, RemotePart, new_slots
 from llm_serving.config import Config
@@ -23,6 +23,9 @@ from llm_serving.ipc import messages
 from llm_serving.ipc.adapters import AdapterMemory
 from llm_serving.ipc.host_pool import HostPool
 from llm_serving.ipc.messages import ServerMessage
+
+_LONGEST_LOOK_S = 1.0
+"""Maximum seconds that count between two calls of ``SpanningGroup.look``. They are usually at most 0.5 s apart."""
 
 
 class SpanningGroup:
@@ -41,6 +44,9 @@ class SpanningGroup:
         ]
         self._lost: RemoteGroup | None = None
         """The part that was lost first."""
+        self._quiet_s = 0.0
+        """Seconds for which all agents with a step have been quiet, as seen by ``look``."""
+        self._looked_at = self.started_at
         self._parts[0].on_cluster = self._start_others
         self._parts[0].start(self._shares[0])
 
@@ -88,12 +94,17 @@ class SpanningGroup:
     def look(self, now: float, last_result: float, slots: Iterable[int]) -> None:
         """Sends a sign of life to each node if one is due. Raises AgentError if a node is lost or has been drained.
 
-        Also raises AgentLostError if all agents that have a step only wait for each other.
+        Also raises AgentLostError if all agents that have a step only wait for each other for ``NODE_PATIENCE_S``. An
+        agent may be quiet for a moment although it does not hang: its input is complete, but still on the way.
         """
         for part in self._parts:
             self._call(part, partial(part.look, now, last_result, slots))
         waiting = [part for part in self._parts if part.has_steps]
-        if waiting and all(part.is_quiet for part in waiting):
+        # Messages of the nodes may wait while this process pauses, so a pause counts only in part.
+        passed_s = min(now - self._looked_at, _LONGEST_LOOK_S)
+        self._looked_at = now
+        self._quiet_s = self._quiet_s + passed_s if waiting and all(part.is_quiet for part in waiting) else 0.0
+        if self._quiet_s >= NODE_PATIENCE_S:
             nodes = ", ".join(part.node_name for part in waiting)
             raise AgentLostError(f"all agents on {nodes} have done nothing for too long in the middle of a step")
 
