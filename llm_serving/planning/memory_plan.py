@@ -26,8 +26,9 @@ The formulas give bytes. They use these letters:
     rotary tables    2 x P x D x 4, cosine and sine. MindFormers may have more rows than P
     token history    S x P x 4, for penalties
     LoRA adapters    max_adapters x max_rank x (inputs + outputs of each layer that may have an adapter) x b: packed in
-                     the agents, and once more in shared memory for agents that restart. Native: one more adapter, and
-                     the matrices of layers with the same inputs are joined (``stacked_values``)
+                     the agents, and once more in shared memory for agents that restart. Fused: the last huge page of
+                     each adapter may be filled only in part. Native: one more adapter, and the matrices of layers with
+                     the same inputs are joined (``stacked_values``)
     kernel scratch   memory that the threads of a CPU's kernels keep between calls (``kernel_memory.py``)
     replays          recorded launches of a CPU's operators, and their buffers (``kernel_memory.py``)
     draft model      its weights, its keys and values for the same blocks and for the drafts of each batch row, and its

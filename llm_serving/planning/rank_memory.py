@@ -27,6 +27,10 @@ STATES_PER_SEQUENCE = 2
 """Number of linear attention states for each batch row and layer: a step reads one and writes the other
 (``agent/sequence_states.py``).
 """
+_HUGE_PAGE = 2 << 20
+"""Bytes of a huge page. The fused operators' adapters of at least a quarter of this size use huge pages
+(``weight_blob`` in ``agent/kernels/packing.py``).
+"""
 KV_CACHE = "KV cache"
 HOST_BLOCKS = "host blocks"
 WEIGHTS = "weights"
@@ -151,7 +155,8 @@ def _adapter_items(config: Config, shape: ModelShape, rank: int) -> tuple[Memory
     if config.op_table == "native":
         own = (lora.max_adapters + 1) * stacked_values(shape, lora.max_rank) * config.dtype_bytes
     else:
-        own = lora.max_adapters * largest_adapter(shape, lora.max_rank) * config.dtype_bytes
+        largest = largest_adapter(shape, lora.max_rank) * config.dtype_bytes
+        own = lora.max_adapters * (largest + (_HUGE_PAGE if largest >= _HUGE_PAGE // 4 else 0))
     shared = shared_adapter_bytes(config)
     each = format_bytes(shared // lora.max_adapters)
     basis = f"{lora.max_adapters} adapters of rank {lora.max_rank}, {each} each, and as much in /dev/shm"

@@ -52,6 +52,10 @@ def main() -> int:
     parser.add_argument("--mooncake", action="store_true", help="with --roles: Mooncake moves the blocks")
     parser.add_argument("--tiers", action="store_true", help="KV tiers in host memory and in a folder")
     arguments = parser.parse_args()
+    if arguments.mooncake and (arguments.ray or not arguments.roles):
+        parser.error("--mooncake needs --roles, and nodes without --ray")
+    if arguments.nodes_per_replica < 1:
+        parser.error(f"--nodes-per-replica {arguments.nodes_per_replica} is below 1")
     if arguments.nodes % arguments.nodes_per_replica:
         parser.error(f"--nodes {arguments.nodes} is no multiple of --nodes-per-replica {arguments.nodes_per_replica}")
     with tempfile.TemporaryDirectory(prefix="cluster_chaos_") as name:

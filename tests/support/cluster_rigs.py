@@ -42,7 +42,9 @@ def signal_agents(node: dict[str, Any], number: int) -> Restore:
 
 def is_mooncake(process: psutil.Process) -> bool:
     """Returns True for a process with Mooncake's engine."""
-    return any("mooncake" in part for part in process.cmdline())
+    with contextlib.suppress(psutil.ZombieProcess):
+        return any("mooncake" in part for part in process.cmdline())
+    return False
 
 
 class OwnNodes:
@@ -151,6 +153,7 @@ class RayRig:
         if kind == "raylet stopped":
             raylet.send_signal(signal.SIGSTOP)  # the node serves until Ray declares it dead
             return lambda: raylet.send_signal(signal.SIGCONT)
+        assert kind == "raylet killed", kind
         raylet.kill()
         return lambda: self._replace(machine)
 
