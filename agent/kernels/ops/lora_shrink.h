@@ -6,8 +6,8 @@
 
 namespace llmk::LLMK_ARCH {
 
-// How far ahead of its loads shrink_group() prefetches A, in bytes. With one row per adapter, memory limits the speed. An
-// iteration reads one cache line of 16-bit values. Of two lines of floats, it prefetches the first.
+// How far ahead of its loads shrink_group() prefetches A, in bytes. With one row per adapter, memory limits the speed.
+// An iteration reads one cache line of 16-bit values. If A has floats, it reads two lines and prefetches the first.
 constexpr int64_t kShrinkAhead = 4096;
 
 // Multiplies R rows by one rank group: 16 rows of A. `x` has the activations as floats, with `depth` floats per row.
