@@ -184,17 +184,19 @@ def test_replicas_with_roles_have_the_bits_of_one_replica(
     sequences and computes their images again, from the same memory of tiles.
     """
     load(server, adapter)
-    bodies = [body_of(case, max_tokens=96, **model) for case in cases for model in ({}, {"model": "small"})]
+    bodies = [body_of(case, max_tokens=160, **model) for case in cases for model in ({}, {"model": "small"})]
     alone = [answered(server, body) for body in bodies]
     roles = ("parallel_config.data_parallel=2", "parallel_config.roles=[prefill, decode]", "pa_config.num_blocks=31",
              "parallel_config.prefill_threshold=16", "pa_config.decode_seq_length=480",
              "scheduler_config.prefix_cache=false")  # fmt: skip
     with running_server(tmp_path, settings_of(folder, *SLOTS, *roles)) as other, ThreadPoolExecutor(8) as pool:
         load(other, adapter)
-        found = list(pool.map(lambda body: answered(other, body), bodies))
-        engine = other.wait_until_idle()
-    assert found == alone
-    assert engine["hand_overs"]["completed"] == len(found)
+        for rounds in range(1, 11):
+            assert list(pool.map(lambda body: answered(other, body), bodies)) == alone
+            engine = other.wait_until_idle()
+            assert engine["hand_overs"]["completed"] == rounds * len(bodies)
+            if engine["preemptions"]:  # a slow machine may complete one sequence before it has the prompt of the next
+                break
     assert engine["preemptions"] > 0
 
 
