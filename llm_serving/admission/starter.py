@@ -178,8 +178,8 @@ class Starter:
         return BlockReason.BATCH if exceeds or not plan.fits(sequence, num_uncomputed) else None
 
     def missing_capacity(self, sequence: Sequence, reserve: tuple[int, int] = (0, 0)) -> BlockReason | None:
-        """Returns what is missing to start ``sequence``: batch rows, blocks or the admission control's consent. None if
-        nothing is missing.
+        """Returns why ``sequence`` cannot start now, or None if it can. The reason is too few batch rows, too few
+        blocks, or the admission control.
 
         ``reserve``: the batch rows and the blocks that must stay free for light keys.
         """

@@ -104,7 +104,7 @@ class RemoteGroup:
         self._layouts = [layout for layout in layouts if layout is not None]
         self.members = [RemoteMember(rank, str(node.address)) for rank in ranks]
         self.started_at = time.monotonic()
-        self.is_ready = False
+        self.is_ready = self._is_closed = False
         self.is_quiet = False
         """True if the agents have steps, but only wait for agents on other nodes, or hang."""
         self._unanswered: dict[int, int] = {}
@@ -116,7 +116,6 @@ class RemoteGroup:
         self._standby = standby
         self._report = report
         self._channel: SecureChannel = node.channel
-        self._is_closed = False
         self._refusal = ""
         """The reason why the node does not serve this model, or an empty text."""
         self._problem = ""

@@ -328,9 +328,7 @@ class Config:
 
     @property
     def num_pool_blocks(self) -> int:
-        """Number of host blocks of an agent. The first ``num_host_blocks`` are for swapped sequences, and all later
-        blocks for the KV tiers.
-        """
+        """Number of host blocks of an agent: ``num_host_blocks`` for swapped sequences, then those of the KV tiers."""
         return self.num_host_blocks + self.kv_tier_config.host_blocks
 
     @property

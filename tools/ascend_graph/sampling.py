@@ -80,8 +80,10 @@ def sampling_problems(kind: str, graph: Graph, config: Config) -> Iterator[str]:
 
 
 def _draw_problems(nodes: list[Node], wiring: Wiring) -> Iterator[str]:
-    """Yields an error if the draw does not divide the logits by the temperature, or if the result is not the sum of
-    ``best_ids`` and a difference. Without this sum, greedy sequences would get drawn tokens.
+    """Yields an error for each fault in the graph of the draws.
+
+    The graph must divide the logits by the temperature. The result must be the sum of ``best_ids`` and a difference,
+    which is 0 for greedy sequences. Without this sum, greedy sequences would get drawn tokens.
     """
     for node in nodes:
         if node.primitive == "RealDiv":

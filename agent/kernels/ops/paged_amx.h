@@ -139,12 +139,9 @@ LLMK_INLINE void store_lower(void* out, int64_t stride) {
   store_tile<3>(static_cast<char*>(out) + 64, stride);
 }
 
-// Stores the sums of the tiles as rows, which are `stride` floats apart. A tile has 16 sums (a vector) of each row:
-//
-//   tiles 0 and 1                      vectors 0 and 1 of the upper rows
-//   tiles 2 and 3, `lower`             vectors 0 and 1 of the lower rows
-//   tiles 2 and 3, not `lower`         vectors 2 and 3 of the upper rows if `columns` is 4; unused if `columns` is 2
-//
+// Stores the sums of the tiles as rows, which are `stride` floats apart. A tile has 16 sums (a vector) of each row.
+// Tiles 0 and 1 have vectors 0 and 1 of the upper rows. With `lower`, tiles 2 and 3 have vectors 0 and 1 of the lower
+// rows. Without `lower`, they have vectors 2 and 3 of the upper rows. If `columns` is 2, there are no such vectors.
 // The function restore_sums() loads the tiles from the same addresses.
 LLMK_INLINE void store_sums(float* out, int64_t stride, bool lower, int64_t columns) {
   store_upper(out, stride * 4);
