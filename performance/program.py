@@ -34,6 +34,10 @@ class UsageError(LoadTestError):
     """Raised if an option or a data set is wrong."""
 
 
+class DisturbedError(LoadTestError):
+    """Raised if other programs disturbed a measurement so much that its figure is impossible, like a rate below 0."""
+
+
 class ServerUnreachableError(LoadTestError):
     """Raised if no server responds at the address, or if its response does not name a model."""
 

@@ -30,6 +30,7 @@ from performance.bench.engine import offline_engine
 from performance.bench.engine_rows import cases_of, random_prompts
 from performance.peers.compare import Peer, measure_peer, rate
 from performance.program import (
+    DisturbedError,
     LoadTestError,
     UsageError,
     exits_with_errors,
@@ -141,7 +142,7 @@ def measure_ours(settings: Sequence[str], parsed: argparse.Namespace) -> Rates:
 
 
 def measure_theirs(peer: Peer, parsed: argparse.Namespace) -> Rates:
-    """Measures a peer once. Raises LoadTestError if it fails, or if noise made a rate useless."""
+    """Measures a peer once. Raises LoadTestError if it fails; DisturbedError if noise made a rate useless."""
     request = argparse.Namespace(**vars(parsed) | {"repeats": 1, "no_prefill": False, "lock": None})
     rows, error = measure_peer(peer, request)
     if error is not None:
@@ -150,7 +151,7 @@ def measure_theirs(peer: Peer, parsed: argparse.Namespace) -> Rates:
 
 
 def _rates(peer: str, rows: Mapping[str, Mapping[str, Any]]) -> Rates:
-    """Returns the rate of each row. Raises LoadTestError for a row without a rate above 0.
+    """Returns the rate of each row. Raises DisturbedError for a row without a rate above 0.
 
     A decode rate is calculated from a difference of two times, which can be negative on a busy machine.
     """
@@ -159,6 +160,6 @@ def _rates(peer: str, rows: Mapping[str, Mapping[str, Any]]) -> Rates:
         value = rate(row)
         if value is None or value <= 0:
             problem = "--new must be at least 2, and no other program may use the machine"
-            raise LoadTestError(f"{peer}, {name}: a rate of {value} proves nothing; {problem}")
+            raise DisturbedError(f"{peer}, {name}: a rate of {value} proves nothing; {problem}")
         rates[name] = value
     return rates

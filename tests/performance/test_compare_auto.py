@@ -13,7 +13,7 @@ from performance.peers.auto import environments, main, model_files
 from performance.peers.auto.picture import draw, read_comparisons, write_picture
 from performance.peers.auto.programs import PROGRAMS, Program, chosen_programs
 from performance.peers.auto.results import Comparison, Span, comparisons, ratios_to_fastest, table
-from performance.program import LoadTestError
+from performance.program import DisturbedError, LoadTestError
 
 OURS = Program("ours int8", "int8", "ours")
 SLOW, FAST = Program("slow", "int8", "llama_cpp"), Program("fast", "int8", "vllm", model="models/w8a8")
@@ -119,6 +119,33 @@ def test_a_peer_that_fails_does_not_end_the_comparison(
     assert len(order) == 2 * 6
     assert order[:6] != order[6:], "each round has another order"
     assert len(json.loads(kept.read_text())["rounds"]) == 2
+
+
+def test_the_numbers_of_the_picture_never_replace_the_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = ["--json", str(tmp_path / "peers.json"), "--svg", str(tmp_path / "peers.svg")]
+    assert main.main(["--auto", *files]) == 2
+    assert "choose another file for --json" in capsys.readouterr().err
+
+
+def test_a_disturbed_run_is_measured_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+
+    def theirs(peer, parsed):
+        runs.append(peer.name)
+        if len(runs) == 1:
+            raise DisturbedError("a rate of -4 proves nothing")
+        return {"batch 1": 10.0}
+
+    monkeypatch.setattr(main, "find_gguf", lambda path: tmp_path / "model.gguf")
+    monkeypatch.setattr(main, "environment_python", lambda folder, kind: folder / kind)
+    monkeypatch.setattr(main, "model_path", lambda folder, name, file, python_of: file)
+    monkeypatch.setattr(main, "measure_theirs", theirs)
+    monkeypatch.setattr(main, "measure_ours", lambda settings, parsed: {"batch 1": 20.0})
+    options = ["--auto", "--config", "llama_tiny_cpu.yaml", "--folder", str(tmp_path), "--rounds", "1"]
+    assert main.main([*options, "--peers", "openvino"]) == 0
+    assert runs == ["OpenVINO int8", "OpenVINO int8"]
 
 
 def test_a_model_of_the_file_itself_needs_no_conversion(tmp_path: Path) -> None:

@@ -24,13 +24,14 @@ from llm_serving.config import load_config
 from llm_serving.gguf.place import find_gguf
 from performance.peers.auto.environments import environment_python
 from performance.peers.auto.model_files import model_path
-from performance.peers.auto.picture import write_picture
+from performance.peers.auto.picture import numbers_path, write_picture
 from performance.peers.auto.programs import KINDS, PROGRAMS, Program, chosen_programs
 from performance.peers.auto.results import comparisons, table
 from performance.peers.compare import Peer
 from performance.peers.same_file import Rates, measure_ours, measure_theirs
 from performance.program import (
     EXIT_FAILURES,
+    DisturbedError,
     LoadTestError,
     UsageError,
     exits_with_errors,
@@ -47,6 +48,8 @@ ROOT = Path(__file__).resolve().parents[3]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the comparison. Returns 0, or 1 if a peer failed; the other programs are measured nevertheless."""
     parsed = build_parser().parse_args(arguments)
+    if parsed.svg is not None and parsed.json is not None and numbers_path(parsed.svg) == parsed.json:
+        raise UsageError(f"--svg {parsed.svg} writes its numbers to {parsed.json}; choose another file for --json")
     config = load_config(parsed.config, parsed.settings)
     path = config.model_config.model_path
     file = None if path is None else find_gguf(Path(path))
@@ -130,13 +133,19 @@ def _round(
     for program in order if number % 2 == 0 else reversed(order):
         print(f"round {number + 1}/{parsed.rounds}: {program.name}", file=sys.stderr, flush=True)
         with _reported(program.name, failures):
-            peer = programs[program]
-            if peer is None:
-                settings = [f"model_config.model_path={file}", *program.settings, *parsed.settings]
-                rates[program.name] = measure_ours(settings, parsed)
-            else:
-                rates[program.name] = measure_theirs(peer, parsed)
+            rates[program.name] = _measured(program, programs[program], file, parsed)
     return rates, failures
+
+
+def _measured(program: Program, peer: Peer | None, file: Path, parsed: argparse.Namespace) -> Rates:
+    """Measures a program. If other programs disturbed the run, measures it once more, so that the round is complete."""
+    if peer is None:
+        return measure_ours([f"model_config.model_path={file}", *program.settings, *parsed.settings], parsed)
+    try:
+        return measure_theirs(peer, parsed)
+    except DisturbedError as error:
+        print(f"measured again: {error}", file=sys.stderr, flush=True)
+        return measure_theirs(peer, parsed)
 
 
 @contextlib.contextmanager

@@ -25,8 +25,13 @@ _GAP, _CHARACTER = 6, 7
 def write_picture(path: Path, comparisons: Mapping[str, Comparison]) -> None:
     """Writes the picture, and its numbers into a JSON file of the same name."""
     numbers = {precision: asdict(each) for precision, each in comparisons.items()}
-    path.with_suffix(".json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+    numbers_path(path).write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     path.write_text(draw(comparisons), encoding="utf-8")
+
+
+def numbers_path(path: Path) -> Path:
+    """Returns the JSON file beside the picture ``path`` that holds the picture's numbers."""
+    return path.with_suffix(".json")
 
 
 def read_comparisons(text: str) -> dict[str, Comparison]:
