@@ -117,7 +117,10 @@ class KVCache:
 
 
 def state_arrays(shape: ModelShape, ops: OpTable) -> dict[str, Array]:
-    """Returns the memory of the states of linear attention by the names of the parameters. {} if there are none."""
+    """Allocates the states of linear attention. Returns their arrays by the names of the model's parameters.
+
+    The result is empty if the model has no linear attention.
+    """
     if shape.delta is None:
         return {}
     layout, layers = ops.state_layout(shape.delta), range(shape.num_layers)
@@ -137,7 +140,7 @@ class AllMoves(BlockMoves):
 
 
 def _layouts(config: Config, ops: OpTable, num_blocks: int) -> dict[str, CacheLayout]:
-    """Returns the layouts of a layer's arrays by the names of the parameters."""
+    """Returns the layout of each array in which a layer caches keys and values, by the array's name in the layer."""
     shape, size = config.shape, config.pa_config.block_size
     if shape.latent is not None:
         return {"latent_cache": ops.latent_cache_layout(num_blocks, size, shape.latent.cache_dim)}

@@ -35,7 +35,7 @@ class LoadedModel:
     """The model as a MindSpore Cell. None if the agent replays stored launches (``agent.stored_program``)."""
     ops: OpTable
     weights: dict[str, Array]
-    """The weights in host memory by the names of the parameters. Empty if the device has its own memory."""
+    """Maps names of the model's parameters to weights in host memory. Empty if the device has its own memory."""
     weight_bytes: int
     """Size of the weights in bytes, in host memory or on the device."""
     kv_cache: KVCache

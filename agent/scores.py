@@ -98,8 +98,7 @@ class DeviceScores(ABC):
         """Calls ``callback`` once, in any thread, when the host has the values that the sampler needs first.
 
         These values are the candidates if ``find_candidates`` was called, else the best tokens. If ``draw`` was called,
-        they include the drawn tokens. If the device fails,
-        ``callback`` is called as well.
+        they include the drawn tokens. If the device fails, ``callback`` is called as well.
         """
 
     @abstractmethod

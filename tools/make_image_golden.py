@@ -114,7 +114,7 @@ def prompt_ids(tokenizer: Any, before: str, after: str, layouts: Sequence[tuple[
 
 
 def greedy(model: Any, ids: list[int], pixels: np.ndarray) -> tuple[list[int], list[Any]]:
-    """Returns the greedy tokens after a prompt. For each one, also returns the two best tokens with their logits."""
+    """Returns the greedy tokens after a prompt. For each token, also returns the two best tokens with their logits."""
     import torch
 
     chosen: list[int] = []

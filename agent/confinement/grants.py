@@ -86,9 +86,9 @@ def _package_targets(folder: Path) -> Iterator[Path]:
     Python's module path.
 
     The rules must name the target of a link, because Landlock ignores the link itself. An installer may also make a
-    package as a folder of links to the files of its cache, as ``uv`` does with ``link-mode = "symlink"``. Links to
-    anything else than code are skipped, because the user may have made them. A link to a namespace package counts only
-    in a folder that an installer fills.
+    package as a folder of links to the files of its cache, as ``uv`` does with ``link-mode = "symlink"``. Links that do
+    not lead to code are skipped, because the user may have made them. Links to namespace packages are skipped, too,
+    unless an installer fills ``folder``.
     """
     is_installed = folder.name in _INSTALLED
     for entry in _entries(folder):

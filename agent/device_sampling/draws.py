@@ -1,7 +1,8 @@
 """The Cell that chooses tokens of sequences with a temperature on a device. It consists of MindSpore's primitives.
 
-It has the steps of ``agent/kernels/ops/sampler.cc`` for a row with ``top_k``, in float32 instead of double. The host's
-sampler decides, so a rounding changes no token (``agent.run_ahead.draws``).
+It has the steps of ``agent/kernels/ops/sampler.cc`` for a row with ``top_k``, in float32 instead of double. Rounding
+can therefore give another token. The host's sampler finds this, and the next step is then computed again with the right
+token (``agent.run_ahead.draws``).
 """
 
 from __future__ import annotations

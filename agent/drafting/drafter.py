@@ -39,7 +39,7 @@ class Line:
     """A sequence that the draft model continues after a step."""
 
     index: int
-    """Index in the step's arrays of the sequence, or of its last accepted draft. A step that verifies drafts lists the
+    """Index of the sequence, or of its last accepted draft, in the step's arrays. A step that verifies drafts lists the
     last known token of a sequence and each of its drafts like a sequence of one token.
     """
     row: int

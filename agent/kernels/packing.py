@@ -97,8 +97,9 @@ def _check(name: str, array: Array | None, shape: tuple[int, ...], dtype: Any) -
 
 
 def _checked_inputs(inputs: StaticInputs | None, columns: int, depth: int) -> dict[str, int | None]:
-    """Checks the static inputs. Returns their addresses by the names of the members of PackSource. Raises ValueError
-    for other sizes or types.
+    """Checks the scales and offsets for the inputs of a layer. Returns the addresses of these arrays.
+
+    The keys of the result are names of members of the C struct PackSource. Raises ValueError for a wrong size or type.
     """
     if inputs is None:
         return {}

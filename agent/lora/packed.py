@@ -72,7 +72,7 @@ class PackedAdapter:
         return sum(map(_aligned_bytes, self._arrays.values()))
 
     def move(self, memory: Blob) -> Blob:
-        """Moves the matrices to the beginning of ``memory``. Returns the rest of ``memory``. No kernel may run."""
+        """Moves the matrices to the beginning of ``memory``. Returns the rest of the memory. No kernel may run."""
         for name, array in self._arrays.items():
             target = memory[: array.nbytes].view(array.dtype).reshape(array.shape)
             target[...] = array
@@ -88,7 +88,7 @@ class PackedSlots:
     """
 
     def __init__(self, num_slots: int, dtype: str, weights: Mapping[str, Array]) -> None:
-        """``weights`` are the packed weights by the names of the parameters. Their addresses must not change."""
+        """``weights`` maps names of the model's parameters to packed weights, whose addresses must not change."""
         self._dtype, self._weights = dtype, weights
         self._packed: list[dict[str, PackedAdapter]] = [{} for _ in range(num_slots)]
 

@@ -51,12 +51,12 @@ class Place:
 
 
 def adapter_places(part: ModelPart, *, equal_vocabularies: bool) -> dict[str, tuple[Place, ...]]:
-    """Returns the places in the agent's parameters of each checkpoint tensor that may have an adapter, by the tensor's
-    name.
+    """Returns where the agent's parameters have the rows of each checkpoint tensor that may have an adapter.
 
-    A tensor has a place in each parameter that contains some of its rows. For example, the query weight of a hybrid
-    model also has the rows of the output gate. A tensor without a place belongs to another pipeline stage. With
-    ``equal_vocabularies``, all agents have the same number of vocabulary rows, and the last agent's rows are padded.
+    The keys are the names of the tensors. A tensor has a ``Place`` for each parameter that contains some of its rows.
+    For example, the query weight of a hybrid model also has the rows of the output gate. A tensor without a place
+    belongs to another pipeline stage. With ``equal_vocabularies``, all agents have the same number of vocabulary rows,
+    and the last agent's rows are padded.
     """
     specs = [spec for spec in weight_specs(part.whole) if _may_have_adapter(spec)]
     own = shard_specs(specs, part, equal_vocabularies=equal_vocabularies)

@@ -1,4 +1,4 @@
-"""Lists the parameters of Gated DeltaNet, and the tensors of Qwen's checkpoints from which each one is made."""
+"""Lists the parameters of Gated DeltaNet, and the tensors of Qwen's checkpoints from which each parameter is made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists the parameters of the network, and the tensors of a Hugging Face checkpoint from which each one is made."""
+"""Lists the network's parameters, and the tensors of a Hugging Face checkpoint from which each parameter is made."""
 
 from __future__ import annotations
 

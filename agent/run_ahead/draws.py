@@ -1,8 +1,9 @@
 """Lets the device choose tokens of sequences with a temperature, so that the next step can be launched ahead.
 
-The host's sampler decides. The device makes the same choice from the same logits and the same random numbers, but its
-floats may round differently. So the host compares each token with its own, and ``agent.run_ahead.steps`` launches a
-step again if the step was computed with another token. Therefore text never depends on the arithmetic of a device.
+The host's sampler makes the final choice of each token. The device makes the same choice earlier, from the same logits
+and random numbers, but its floats may round differently. So the host compares each token of the device with its own.
+If they differ, ``agent.run_ahead.steps`` launches the step that used the device's token again, with the host's token.
+Therefore text never depends on the arithmetic of a device.
 """
 
 from __future__ import annotations

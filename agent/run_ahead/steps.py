@@ -6,7 +6,7 @@ cases. In these cases, the launch waits until earlier steps are sampled:
 
 - The step needs a token that the host must still choose. The device has the tokens of greedy sequences, and those that
   it draws itself (``agent.run_ahead.draws``), but no tokens of other sequences.
-- The step moves blocks, or brings the sampler the token histories of sequences with penalties.
+- The step moves blocks, or contains token histories for the sampler (of sequences with penalties).
 - The step would overwrite logits of an earlier step that the host may still fetch.
 
 If the host chooses another token than the device has drawn, the next step was computed with a wrong token. It is then
@@ -245,10 +245,11 @@ class StepsAhead:
             self._launch_again(corrected)
 
     def _corrected(self, step: _Launched) -> StepInputs | None:
-        """Returns the right inputs of the step after ``step`` if that step was launched with a token that the host has
-        not chosen. Returns None if its inputs are right, or if no step was launched after ``step``.
+        """Returns corrected inputs for the step that was launched after ``step``, the later step. Returns None if the
+        later step needs no correction, or if there is none.
 
-        If a sequence's logits are not finite, no client sees its next token, so this token need not be right.
+        The later step needs a correction if one of its input tokens was drawn by the device, and the host has then
+        chosen another token. A sequence whose logits are not finite is ignored, because no client sees its next token.
         """
         later = self._launched[0] if self._launched else None
         if later is None or later.inserted is None or not step.is_drawn.any():

@@ -315,11 +315,11 @@ def _each_weight(spec: WeightSpec) -> list[WeightSpec]:
 
 
 def without_inputs(tensor: QuantizedTensor, name: str) -> QuantizedTensor:
-    """Returns ``tensor`` without its static inputs (W8A8), for a weight format that does not quantise inputs.
+    """Converts a W8A8 weight, whose layer quantises its inputs with calibrated scales, to a weight for float inputs.
 
-    The scales of ``tensor`` include the scale of the static inputs, and the result's scales do not. A tensor without
-    static inputs is returned unchanged. Raises CheckpointError if the inputs have different scales, because an output
-    has only one scale.
+    The scales of ``tensor`` include the calibrated scale of the inputs, and the scales of the result do not. A tensor
+    without calibrated scales (``inputs`` is None) is returned unchanged. Raises CheckpointError if the inputs have
+    different scales, because an output has only one scale.
     """
     if tensor.inputs is None:
         return tensor
@@ -333,10 +333,10 @@ def without_inputs(tensor: QuantizedTensor, name: str) -> QuantizedTensor:
 
 
 def joined_inputs(found: Sequence[StaticInputs], spec: WeightSpec) -> StaticInputs:
-    """Joins the static inputs (W8A8) of the tensors of one parameter, such as q, k and v.
+    """Joins the calibrated scales and offsets for quantising inputs (W8A8) of several tensors, such as q, k and v.
 
-    The tensors have the same inputs, so their input scales and input offsets must be equal. Otherwise raises
-    CheckpointError. The offsets that are added to the integer sums are concatenated.
+    The tensors form one parameter and have the same inputs. So their input scales and input offsets must be equal.
+    Otherwise raises CheckpointError. The offsets that are added to the integer sums are concatenated.
     """
     first = found[0]
     for part, each in zip(spec.parts, found, strict=True):

@@ -184,8 +184,8 @@ class OutputLengthPredictor(Stateful):
 
     Requests whose ``max_output_tokens`` have the same number of bits form a class. The predictor keeps the last
     ``window`` lengths of each class. It ignores lengths that the output has already reached, and predicts a quantile
-    of the others. If fewer than ``min_samples`` are left, the prediction is ``max_output_tokens``. ("Past-Future
-    Scheduler", Gong et al., ASPLOS 2025, predicts from the same data.)
+    of the remaining lengths. If fewer than ``min_samples`` remain, the prediction is ``max_output_tokens``.
+    ("Past-Future Scheduler", Gong et al., ASPLOS 2025, predicts from the same data.)
     """
 
     def __init__(self, quantile: float = 0.9, window: int = WINDOW, min_samples: int = MIN_SAMPLES) -> None:

@@ -1,7 +1,7 @@
 """The hand-over pools of a node's agents, and the transfers of their blocks to other nodes and from other nodes.
 
-Only replicas with the role ``prefill`` or ``decode`` have these pools. Nodes send blocks
-to each other through separate connections, to the port at which a node also accepts its link. Each connection has a
+Only replicas with the role ``prefill`` or ``decode`` have these pools. Nodes send blocks to each other through
+connections of their own. These connections go to the same port as the link from the server. Each connection has a
 thread, so no step waits for a transfer.
 """
 

@@ -1,5 +1,4 @@
-"""Gives a starting sequence blocks on demand, and shares the blocks of a cached prefix (``model_config.prefix_cache``).
-"""
+"""Shares the blocks of a cached prefix with a sequence that starts, and gives it more blocks when it needs them."""
 
 from __future__ import annotations
 
@@ -10,12 +9,13 @@ from llm_serving.scheduler.sequence import Sequence
 
 
 class PrefixSupply(BlockSupply):
-    """Gives blocks on demand, and shares the blocks of a cached prefix between sequences.
+    """Lets sequences share the blocks of a cached prefix (``model_config.prefix_cache``), and gives them further blocks
+    when they need them.
 
-    If only the first tokens of a cached block match, the block is copied. When a sequence starts, its prompt is
-    announced to the prefix cache. A sequence with an equal prompt can then wait until the prompt is computed and share
-    its blocks. The output enters the prefix cache only when the sequence gives its blocks back, so decode steps do not
-    update the prefix cache.
+    If only the first tokens of a cached block match, the sequence gets a copy of the block. When a sequence starts, its
+    prompt is announced to the prefix cache. A sequence with an equal prompt can then wait until the prompt is computed,
+    and share its blocks. The output of a sequence enters the prefix cache only when the sequence gives its blocks back.
+    So decode steps do not update the prefix cache.
     """
 
     def __init__(self, kv_cache: KVCacheManager) -> None:

@@ -9,9 +9,10 @@ let a sequence skip tokens: it also needs the state after them. Steps save state
 * While a sequence decodes, at the end of each block. The next prompt of a chat, or the sequence itself after a
   preemption, resumes from the latest of these snapshots. Usually, each save overwrites the snapshot before.
 
-A new state is useless if a draft before it is rejected, or if the text ends before it. While a new state has this risk,
-it gets another snapshot, and the snapshot before is kept. If a step with drafts reaches the ends of several
-blocks, it saves only the state at the first of these ends. The drafts up to there are the most likely to be accepted.
+A new state is useless if a draft before it is rejected, or if the text ends before it. While this is possible, the new
+state must not overwrite the previous state. So it is saved in a second snapshot. If a step with drafts reaches the ends
+of several blocks, it saves only the state at the first of these ends. The drafts up to there are the most likely to be
+accepted.
 """
 
 from __future__ import annotations
@@ -30,9 +31,7 @@ from llm_serving.scheduler.snapshot import Sequences, Stateful
 
 
 class _Saves(Stateful):
-    """The snapshots that one sequence reads and saves. A state is identified by n, the number of the sequence's first
-    blocks after which it is the state.
-    """
+    """The snapshots that one sequence reads and saves. State n is the sequence's state after its first n blocks."""
 
     STATE = ("resumed", "is_sent", "wanted", "awaited", "saved", "latest", "earlier")
 
@@ -42,9 +41,9 @@ class _Saves(Stateful):
         self.is_sent = False
         """True if the sequence's first step was sent."""
         self.wanted: list[int] = []
-        """Each n whose state a later prefill step will save, in ascending order."""
+        """The numbers n of the states that later prefill steps will save, in ascending order."""
         self.awaited: list[int] = []
-        """Each n whose state a later prefill step will save or a step in flight saves, in ascending order. Other
+        """The numbers n of the states that later prefill steps or steps in flight save, in ascending order. Other
         sequences may wait for these states.
         """
         self.saved: list[tuple[int, int]] = []
@@ -169,10 +168,10 @@ class StateSupply(PrefixSupply, Stateful):
     def _next_latest(self, saves: _Saves, end: int, num_known: int) -> int | None:
         """Returns the snapshot in which a decode step saves the state after ``end`` tokens, or None if none is free.
 
-        ``num_known`` is the number of the sequence's known tokens. A later token may still be dropped: it is a draft,
-        or a step in flight samples it. If the new state includes later tokens and ``saves.latest`` does not, the latter
-        becomes ``saves.earlier``. Otherwise the new state overwrites ``saves.latest``. If the new state only has known
-        tokens, the snapshot of ``saves.earlier`` is given back.
+        ``num_known`` is the number of the sequence's known tokens. Tokens after them may still be dropped, because they
+        are drafts or are sampled by a step in flight. If only the new state includes such tokens, it gets
+        another snapshot, and ``saves.latest`` becomes ``saves.earlier``. Otherwise the new state overwrites
+        ``saves.latest``. If the new state includes only known tokens, the snapshot of ``saves.earlier`` is given back.
         """
         latest, size = saves.latest, self._kv_cache.block_size
         if end <= num_known and saves.earlier is not None:

@@ -42,8 +42,9 @@ class AgentQuestions:
     async def probe(self, timeout: float) -> bool:
         """Returns True if every agent replies to a status query.
 
-        Returns False if agents do not reply within ``timeout`` seconds. Agents that are only slow, because they compute
-        or wait for a processor, have ``SLOW_PROBE_S`` more. Returns False if the engine has ended.
+        Returns False if agents do not reply within ``timeout`` seconds. If the agents are alive but slow, because they
+        compute or wait for a processor, the limit is ``SLOW_PROBE_S`` seconds longer. Returns False if the engine has
+        ended.
         """
         if self._is_closed:
             return False

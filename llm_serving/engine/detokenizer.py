@@ -48,7 +48,8 @@ class StopMatcher:
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
-        """Adds characters. Returns the characters that can no longer belong to a stop string, and holds back the rest.
+        """Adds characters. Returns the characters that can no longer belong to a stop string, and holds back all later
+        characters.
 
         The result begins with characters that earlier calls held back. If a stop string is complete, sets ``matched``
         and returns all remaining text before the stop string.

@@ -114,7 +114,7 @@ class Replica:
         )
 
     def take_result(self, result: StepResult, now: float) -> list[RequestOutput]:
-        """Processes the result of a step. Returns the next pieces of the requests in the step."""
+        """Processes the result of a step. Returns the next piece of output of each request in the step."""
         try:
             updates = self.scheduler.update(result, now)
         except ProtocolError as error:
@@ -185,7 +185,8 @@ class Replica:
             self.executor.distrust("logits", reason, step.seq)
 
     def send_steps(self, now: float) -> list[RequestOutput]:
-        """Sends every step that can be scheduled. Returns the last pieces of requests whose step could not be sent.
+        """Sends every step that can be scheduled. Returns the last piece of output of each request that ended, because
+        its step could not be sent.
 
         Stops when all step slots are in use. The engine calls this method again after the next result.
         """

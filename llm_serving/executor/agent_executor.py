@@ -387,11 +387,12 @@ class AgentExecutor:
         return min(others if own is None else [own, *others], default=None)
 
     def _own_deadline(self, group: Group) -> tuple[tuple[float, str] | None, float | None]:
-        """Returns two values: a deadline with its kind, and the time of the last result.
+        """Returns (deadline, time of the last result). The deadline is a pair: its time and its kind.
 
-        While the agents start, this is the deadline of the start. Later, it is the deadline of the running step, or of
-        the missing replies if an agent has failed a step. Without a step in flight, it is None. The time of the last
-        result is None except while a step runs that no agent has failed.
+        - While the agents start: the deadline of the start, and None.
+        - If an agent has failed a step: the deadline for the replies of the other agents, and None.
+        - If a step runs: the deadline of this step, and the time of the last result.
+        - Otherwise: None, and None.
         """
         settings, steps = self._config.serving_config, self._steps
         if not self._has_said_ready:

@@ -31,8 +31,9 @@ class StepForecast:
 
     The cost model gives each prompt token the same time. But a token late in a prompt attends to more earlier tokens,
     and takes longer. So the time of the prompt tokens is multiplied by a ratio, unless the ratio is below 1. The ratio
-    compares this step with the learnt steps: the mean number of tokens to which a prompt token attends, divided by its
-    learnt value. The result is an upper bound, because the time cannot grow faster than this number.
+    is the mean number of tokens to which a prompt token of this step attends, divided by the mean of the learnt steps.
+    The result is an upper bound, because the time of a prompt token cannot grow faster than the number of tokens to
+    which it attends.
     """
 
     def __init__(self) -> None:
@@ -77,11 +78,11 @@ class StepForecast:
 
 
 class _LearntReach:
-    """Learns to how many tokens a prompt token attends on average. The result is the number of pairs per prompt token.
+    """Learns to how many tokens a prompt token attends on average.
 
-    The average is weighted: a step has the weight ``(prompt tokens / seconds) ** 2``, the same as in the least squares
-    fit of the cost model. So the cost model's time of a prompt token belongs to a token with this average number of
-    pairs.
+    The average is weighted: a step has the weight ``(prompt tokens / seconds) ** 2``. The least squares fit of the cost
+    model uses the same weights. So the cost model's time of a prompt token is the time of a token that attends to this
+    average number of tokens.
     """
 
     def __init__(self) -> None:

@@ -45,7 +45,7 @@ class Vitals:
     ``may_sleep`` is True if a device computes the step. All threads of an agent may then sleep until the device is
     done. Agents that sleep are not counted as lost before ``min_sleep_s`` seconds have passed. ``waits_for_others`` is
     True if the group has agents on other machines. Agents that sleep are then quiet, and never lost, because they may
-    wait for the others.
+    wait for agents there.
     """
 
     def __init__(
@@ -155,9 +155,9 @@ class SilentAgents:
     def may_reply(self) -> bool:
         """Returns False if the agents will not reply: a process is stopped or has ended, or all of them sleep.
 
-        The agents count as asleep only after ``ASLEEP_LOOKS`` consecutive calls that find them asleep. An agent that
-        has already sent its reply may also sleep until this process reads the reply. On a slow machine, these calls
-        take longer, too. Returns False if there are no ``pids``.
+        The agents count as asleep only after ``ASLEEP_LOOKS`` consecutive calls that find them asleep. A single call is
+        not enough, because an agent also sleeps after it has sent its reply, and this process may not have read the
+        reply yet. Returns False if there are no ``pids``.
         """
         states = [_thread_states(pid) for pid in self._pids]
         if not states or any(not found or found <= {"T", "Z"} for found in states):

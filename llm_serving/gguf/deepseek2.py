@@ -92,8 +92,9 @@ def _experts(get: dict[str, Any], *, is_v3: bool) -> dict[str, Any]:
 def _with_score_factor(get: dict[str, Any], scaling: dict[str, Any] | None) -> dict[str, Any] | None:
     """Returns DeepSeek's ``rope_scaling``, in which YaRN scales the attention scores instead of the cosines and sines.
 
-    ``scaling`` is the scaling without these keys. It is returned unchanged if it is None or not YaRN. A GGUF file
-    states only ``mscale_all_dim``. ``mscale`` gets the same value, as in the published models.
+    ``scaling`` is the mapping without the keys ``mscale`` and ``mscale_all_dim``. It is returned unchanged if it is
+    None or not YaRN. A GGUF file states only ``mscale_all_dim``. ``mscale`` gets the same value, as in the published
+    models.
     """
     if scaling is None or scaling["rope_type"] != "yarn":
         return scaling

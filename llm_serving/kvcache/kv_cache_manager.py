@@ -233,7 +233,7 @@ class KVCacheManager:
     def snapshot(self, contents: list[bytes]) -> dict[str, Any]:
         """Returns the state of the pools and of the prefix cache as plain data.
 
-        The data have ``contents[block]`` instead of the tokens of each block: in a flight recording, pseudonyms.
+        ``contents[block]`` replaces the tokens of a block. For example, a flight recording has pseudonyms there.
         """
         contiguous, prefix_cache = self._contiguous, self._prefix_cache
         return {

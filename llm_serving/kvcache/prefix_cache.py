@@ -206,7 +206,7 @@ class PrefixCache:
     def snapshot(self, contents: list[bytes]) -> dict[str, Any]:
         """Returns the counters and the index as plain data.
 
-        The data have ``contents[block]`` instead of the tokens of a block. A flight recording has pseudonyms there.
+        ``contents[block]`` replaces the tokens of a block. For example, a flight recording has pseudonyms there.
         """
         counters = [self.epoch, self.num_query_tokens, self.num_hit_tokens]
         fresh = None if self.fresh is None else [list(pair) for pair in self.fresh]

@@ -65,9 +65,9 @@ class PrefixChain:
         return self._packed[start * TOKEN_BYTES : end * TOKEN_BYTES]
 
     def snapshot(self, tokens: bytes) -> dict[str, Any]:
-        """Returns the chain as plain data, with ``tokens`` instead of its packed tokens.
+        """Returns the chain as plain data. ``tokens`` replaces the chain's own packed tokens.
 
-        A flight recording has pseudonyms in the place of tokens.
+        A flight recording passes pseudonyms as ``tokens``.
         """
         return {
             "tokens": tokens,

@@ -135,8 +135,9 @@ class PrefixIndex:
     def snapshot(self, contents: list[bytes]) -> dict[str, Any]:
         """Returns the entries as plain data, and for each parent the blocks that follow it, in order of their addition.
 
-        The data have ``contents[block]`` instead of the tokens of each block. They say whether a block has a hash, but
-        not which: ``restore`` computes the hashes from the tokens.
+        ``contents[block]`` replaces the tokens of a block. For example, a flight recording has pseudonyms there.
+        The data state whether a block has a hash, but do not have the hash itself. ``restore`` computes it from
+        ``contents``.
         """
         return {
             "entries": self.entries.copy(),

@@ -31,7 +31,7 @@ class CallOptions:
     """The facts about a request's tools that a parser needs."""
 
     types: Mapping[str, Mapping[str, frozenset[str]]] = field(default_factory=dict)
-    """The JSON types of each tool's parameters, by the names of tool and parameter."""
+    """The JSON types of each tool's parameters. The outer keys are tool names, and the inner keys parameter names."""
     reads_calls: bool = True
     """False if the request has no tools. Text that looks like a call is then content."""
 

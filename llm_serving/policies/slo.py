@@ -34,7 +34,7 @@ Load
 
 Light keys
     While light keys are active (``light_keys``), a step is sent shortly before the running one is expected to end. A
-    light key's prompt then waits for the rest of the running step only.
+    light key's prompt then waits only until the running step ends.
 
 Before the first measurements the policy works like ``chunked``.
 """

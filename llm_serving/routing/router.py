@@ -226,12 +226,11 @@ class Router:
         self._placer.recall(replica, list(replica.entries.values()), now)
 
     def distrust_blocks(self, now: float, *, recompute: bool) -> None:
-        """Ensures that no replica starts with blocks that another replica has computed, because one replica may have
-        computed wrong values.
+        """Drops all cached and handed blocks of all replicas, because one replica may have computed wrong values.
 
-        Empties all prefix caches, because blocks of that replica may be in each of them. The contents of all hand-overs
-        count as damaged, so their requests are computed again. With ``recompute``, this also holds for all running
-        requests whose blocks may come from other replicas.
+        Empties all prefix caches, because each of them may have blocks of that replica. The contents of all hand-overs
+        count as damaged, so their requests are computed again. With ``recompute``, running requests whose blocks may
+        come from other replicas are also computed again.
         """
         for each in self.replicas:
             each.scheduler.distrust_blocks(now, recompute=recompute)

@@ -42,7 +42,8 @@ class RoutedScheduler:
 
         ``arrival_index`` is the number of the request in the order of arrival at the router. The router has checked the
         id and the admission limits. With ``hands_over``, the request leaves for a decode replica after its prompt.
-        ``handed`` has the blocks of the hand-over pool with the keys and values of all known tokens except the last.
+        ``handed`` lists the blocks of the hand-over pool that hold the keys and values of the request's known tokens,
+        except the last token. It is None if the request comes without blocks.
         """
         self._lifecycle.place(request, arrival_index, now, hands_over=hands_over, handed=handed)
         self._may_have_suspects = self._may_have_suspects or request.is_suspect

@@ -51,8 +51,8 @@ class Lifecycle:
         """Adds a request that a router sends to this scheduler. The request may have run on another replica.
 
         The router has checked the admission limits. With ``hands_over``, the request leaves for a decode replica after
-        its prompt. ``handed`` has the blocks of the hand-over pool with its known tokens, or None. Raises RequestError
-        if the request can never be served. In this case, nothing has changed.
+        its prompt. ``handed`` lists the blocks of the hand-over pool with the keys and values of its known tokens, or
+        is None. Raises RequestError, and changes nothing, if the request can never be served.
         """
         state, intake = self._state, self._state.intake
         sequence = Sequence(request, arrival_index, max_output_tokens(request, state.limits))

@@ -58,12 +58,12 @@ class MixedComposer(StepComposer):
         starts: SloStarts | None = None,
         late: frozenset[Sequence] = frozenset(),
     ) -> ScheduledStep | None:
-        """Returns a step with one token of each sequence that can decode, and chunks of prompts. With decoding
-        sequences, the step has at most ``budget`` tokens, or more if they leave fewer than ``_MIN_CHUNK`` tokens for
-        prompts. Without decoding sequences, ``budget`` does not limit the step.
+        """Returns a step with one token of each sequence that can decode, and chunks of prompts.
 
-        Returns None if there is nothing to run. ``starts`` decides which requests may start. The prompts in ``late``
-        can no longer be on time. They only get tokens that no other prompt can use.
+        Returns None if there is nothing to run. If sequences decode, ``budget`` is the step's maximum number of tokens.
+        But prompts get up to ``_MIN_CHUNK`` tokens even if they do not fit. If no sequence decodes, ``budget`` does not
+        limit the step. ``starts`` decides which requests may start. The prompts in ``late`` can no longer be on time.
+        They only get tokens that no other prompt can use.
         """
         self._light_streak = 0
         if self._num_without_prompts >= _MAX_STEPS_WITHOUT_PROMPTS:

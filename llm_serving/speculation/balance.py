@@ -39,8 +39,8 @@ class Balance:
     def add(self, loss_s: float, plain_s: float) -> None:
         """Adds the loss of a step. A negative loss is a gain. ``plain_s`` is the time of a plain step.
 
-        Gains pay for losses, but they pay for no later loss. So a draft model that was good for long stops as soon as
-        another one.
+        Gains pay for earlier losses, but not for later losses. So a draft model that begins to lose is stopped equally
+        soon, however much it has gained before.
         """
         self._debt_s = max(0.0, self._debt_s + loss_s)
         self._stake_s = min(self._stake_s - loss_s, STAKE_STEPS * plain_s)

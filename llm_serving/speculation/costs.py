@@ -14,7 +14,9 @@ SEEN = 11
 REPEATED = 12
 """Used as the match length of a draft that followed at its place of the grammar the last two times."""
 OF_GRAMMAR = frozenset({FORCED, SEEN, REPEATED})
-"""Drafts that follow from a grammar. A request's other drafts do not show how often these drafts are right."""
+"""Match lengths of drafts that follow from a grammar. Their chance is estimated from these drafts of all requests, and
+not from the other drafts of the same request.
+"""
 _NEW = 0.2
 """Weight of a new measurement in a running mean."""
 _OUTLIER = 1.5

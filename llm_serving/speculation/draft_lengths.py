@@ -44,11 +44,11 @@ class DraftLengths:
         self._balance = Balance()
         self._passes = StepCosts()
         self._least_pass_s: float | None = None
-        """The shortest measured pass of the draft model. It decides whether a trial can be of use, because one slow
-        measurement must not prevent all later ones.
+        """The shortest measured time of a pass of the draft model. It decides whether a trial can be of use. With the
+        latest time instead, one slow measurement would prevent all later trials.
         """
         self._least_missed_s: float | None = None
-        """The shortest measured time for one of many tokens that the draft model had missed."""
+        """The shortest measured time per token, when the draft model computes many tokens that it has missed."""
         self._num_trials_left = TRIAL_STEPS
         self._num_plain = 0
         """Number of plain decode steps since the last step that made or verified drafts of the draft model."""
@@ -128,7 +128,8 @@ class DraftLengths:
             return 1
         if self._balance.is_lost:
             return 0
-        # The balance limits the loss, so a draft model that gains little is used: only its use measures it further.
+        # Drafts are made even if they are expected to gain little, because only their use gives new measurements. The
+        # balance limits the loss.
         return self._best(num_sequences, num_users, chance, self._passes.seconds(num_sequences) or 0.0, missed_s, 1.0)
 
     def after_prompts(self, num_sequences: int, chance: float, num_missed: int) -> int:

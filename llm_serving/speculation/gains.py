@@ -22,7 +22,7 @@ class Gains:
                 break
             times.append(seconds + costs.gap_s)
         self._times = [num_sequences * seconds / plain_s for seconds in times] if plain_s else [float(num_sequences)]
-        """For each number of drafts, the tokens that give a gain of 1."""
+        """For each number of drafts: the number of tokens that a step must give for a gain of 1."""
         self._slopes = _least_slopes(self._times)
         self.max_drafts = len(times) - 1
         self.largest = max(self.of(size, num_sequences + size) for size in range(len(times)))
@@ -36,8 +36,8 @@ class Gains:
         """Returns False if no step with more than ``size`` drafts can have a gain above ``gain``.
 
         ``gain`` must be at least the gain with ``size`` drafts. ``chance`` is the largest probability that a further
-        draft is right. To raise the gain, a further draft must add more than ``gain`` times the tokens that plain steps
-        give in its additional time.
+        draft is right. A further draft makes the step longer. In this additional time, plain steps would give some
+        number of tokens. To raise the gain, the draft must add more than ``gain`` times this number.
         """
         return size < self.max_drafts and chance > gain * self._slopes[size]
 

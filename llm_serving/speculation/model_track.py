@@ -15,15 +15,17 @@ class ModelTrack:
     """The drafts that came with the last result."""
     chance: OwnChance = field(default_factory=OwnChance)
     num_computed: int = 0
-    """Number of the request's tokens that the draft model has computed. It computes the others, which it has missed,
-    before its next draft.
+    """Number of the request's tokens that the draft model has computed. It computes the missing tokens before its next
+    draft.
     """
     is_behind: bool = False
     """True if the draft model made no draft although one was wanted. It cannot compute the request, for example because
     it has missed a cached prefix.
     """
     displaced: float = 0.0
-    """The expected number of right drafts from earlier tokens that the draft of the draft model replaces."""
+    """The drafts of the draft model replace drafts that were found in earlier tokens. This is the expected number of
+    right drafts among the replaced ones.
+    """
 
     def take(self, drafts: list[int] | None, num_tokens: int) -> None:
         """Takes the drafts of a result, after which the request has ``num_tokens`` tokens. ``drafts`` is None if the
@@ -43,4 +45,5 @@ class StepUse:
     num_verified: int = 0
     """Number of drafts of the draft model that the step verified."""
     num_gained: float = 0.0
-    """Number of right drafts of the draft model, less the expected number of right drafts that they replaced."""
+    """Number of right drafts of the draft model, minus the expected number of right drafts among those they replaced.
+    """

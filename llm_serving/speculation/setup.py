@@ -17,8 +17,9 @@ MakeSpeculator = Callable[[Callable[[Request, list[Mask]], None]], Speculator]
 def speculator_maker(config: Config) -> MakeSpeculator | None:
     """Returns the function that creates a replica's speculator, or None if speculation is off.
 
-    With ``auto``, speculation is off for embedding models and with pipeline parallelism. A pipeline needs steps that
-    are sent ahead, which drafts prevent.
+    With ``auto``, speculation is off for embedding models, which generate no tokens, and with pipeline parallelism. To
+    keep all stages of a pipeline busy, a step is sent before the result of the previous step is known. But drafts
+    depend on that result.
     """
     section = config.speculative_config
     if section.method == "off" or config.pooling is not None or config.parallel_config.pipeline_parallel > 1:

@@ -346,7 +346,7 @@ class Speculator:
         return max(allowed, key=lambda guess: self._chances.of(guess[1]), default=None)
 
     def _may_gain(self, num_sequences: int) -> bool:
-        """Returns False if even drafts that are all right would gain too little. Then no draft need be made."""
+        """Returns False if the gain would be too small even if every draft were right. Then no draft need be made."""
         if num_sequences >= self._max_entries or self._always:
             return num_sequences < self._max_entries
         return self._gains_of(num_sequences).largest >= MIN_GAIN

@@ -45,7 +45,7 @@ of them would be raised anyway when their tenants have requests again.
 
 LIGHT_CREDIT = 1024
 """Weighted tokens by which the counter of a light key (an API key with few requests) may exceed the least counter of
-all tenants. So the second request of a light key need not wait until the others have received as much service.
+all tenants. So the second request of a light key need not wait until other keys have received as much service.
 """
 
 DEFAULT_AGEING_S = 30.0

@@ -90,11 +90,11 @@ class SloOrder(QueueOrder):
         return sequence not in self._latest_starts
 
     def is_spare(self, sequence: Sequence) -> bool:
-        """Returns True if the start of ``sequence`` delays no request that is on time.
+        """Returns True if ``sequence``, the first of the queue, is late and its start delays no request on time.
 
-        A late request becomes the first of the queue in two cases. If no request on time waits, it delays none, and the
-        result is True. If the start is reserved, it may delay one, and the result is False: while late requests wait,
-        every ``LATE_SHARE``-th start is reserved for them.
+        A late request is first in two cases. If no request on time waits, the start delays none, and the result is
+        True. Every ``LATE_SHARE``-th start is reserved for late requests. This start may delay a request on time, so
+        the result is False.
         """
         return sequence not in self._latest_starts and self._starts_before_late < LATE_SHARE - 1
 

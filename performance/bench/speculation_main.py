@@ -92,7 +92,8 @@ SCHEMA = {
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests that ``clients`` clients send at the same time, each one after the other."""
+    """The requests of ``clients`` concurrent clients. A client sends its next request when its previous one has ended.
+    """
 
     name: str
     clients: int

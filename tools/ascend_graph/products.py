@@ -10,7 +10,7 @@ from tools.ascend_graph.listing import Wiring
 from tools.ascend_graph.mind_ir import Node, Operand, TensorType
 
 TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "int32": "i32", "int8": "i8", "int4": "i4"}
-"""Short type names of a listing, by the names of ``agent.weights.storage``."""
+"""Maps the names of types in ``agent.weights.storage`` to the short names in a listing."""
 PRODUCTS = ("MatMul", "QuantBatchMatmul", "WeightQuantBatchMatmul")
 """Primitives of matrix products with weights."""
 

@@ -1,4 +1,4 @@
-"""Defines a check and the three ways to measure its figure, and runs checks.
+"""Defines a check, which measures one number (its figure) and compares it with a limit. Runs checks.
 
 Most checks run tests of this project and count the tests that fail (``Verdict``). All tests of the chosen checks run in
 one pytest process, so that they share their servers. Other checks run a program that prints its figures as JSON lines
@@ -54,8 +54,9 @@ class Verdict:
 class Program:
     """A check that runs a program of this project. The program prints JSON lines, or writes one JSON object to a file.
 
-    ``file_option`` is the program's option for the name of this file, or empty. ``figure`` is the key of the figure in
-    the JSON; the worst value counts. If ``is_minimum``, the figure must be at least ``limit``, otherwise at most.
+    ``file_option`` is the program's option for the name of this file, or empty. ``figure`` is the key of the measured
+    number in the JSON. If several objects have this key, the worst value counts. The number must be at most ``limit``,
+    or at least ``limit`` if ``is_minimum``.
     """
 
     arguments: tuple[str, ...]
@@ -117,7 +118,10 @@ class Both:
 
 @dataclass(frozen=True)
 class Check:
-    """One of the sixty checks. ``promise`` states in one sentence what is checked. ``limit`` applies to the figure."""
+    """One of the sixty checks. ``promise`` states in one sentence what is checked.
+
+    A check measures one number, its figure. ``unit`` is the unit of this number, and ``limit`` its limit.
+    """
 
     id: str
     promise: str

@@ -23,7 +23,7 @@ def is_held_out(text: str) -> bool:
 
 
 def encoded_documents(tokenizer: spm.SentencePieceProcessor, seed: int, held_out: bool) -> Iterator[list[int]]:
-    """Yields token ids of documents without end: only the held-out documents, or only the others."""
+    """Yields token ids of documents without end: only the held-out documents, or only the training documents."""
     for document in training_documents(seed):
         if is_held_out(render(document)) == held_out:
             yield encode_document(tokenizer, document)

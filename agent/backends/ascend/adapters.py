@@ -16,8 +16,8 @@ from llm_serving.errors import AgentError
 
 
 class DeviceMatrices:
-    """Stores the LoRA matrices of all adapter slots in the memory of the device
-    (``agent.lora.stacked.StackedMatrices``).
+    """Stores the LoRA matrices of all adapter slots in the memory of the device. Implements the interface
+    ``agent.lora.stacked.StackedMatrices``.
 
     MindSpore's ``swap_cache`` overwrites the matrix of one slot. The tensor keeps its address, so no graph is compiled
     again. ``swap_cache`` reports no errors, so this class reads each matrix back and compares the bytes.

@@ -341,9 +341,10 @@ static inline int64_t piece_tokens(const DeltaRun& run, int64_t done) {
   return end - done;
 }
 
-// Completes the states that the run stores after its first `done` tokens. If the run saves a state there, copies the
-// head's `matrix` and the last taps - 1 inputs to this state. If the state run.write ends there, copies only the inputs
-// to it, because its matrix is already in place. The inputs are the first rows of piece.inputs.
+// Completes the states that the run stores after its first `done` tokens. A state consists of the head's `matrix` and
+// the last taps - 1 inputs, which are the first rows of piece.inputs. If the run saves a state after these tokens,
+// copies both parts. If the state run.write is the state after these tokens, copies only the inputs, because its matrix
+// is already in place.
 static inline void end_states(const GatedDeltaArgs& args, const DeltaRun& run, const HeadChannels& own, int64_t head,
                               const DeltaPiece& piece, int64_t done, const float* matrix) {
   for (const auto& save : run.saves) {

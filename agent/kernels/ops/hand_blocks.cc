@@ -132,8 +132,8 @@ static void finish(const Sum& sum, uint64_t* checksum) {
 }
 
 // Copies a part of a block and adds its bytes to the checksum. With AVX2, whole stripes are read once, for both the
-// copy and the checksum. All other bytes are copied first. Then they are read again for the checksum, from `summed`.
-// The caller passes `to` or `from` as `summed`.
+// copy and the checksum. All other bytes are copied first. Then they are read again for the checksum, from `summed`,
+// which is either `to` or `from`.
 //
 // At the same time, prefetches the rest of the source, and then `next`, the start of the next part. The parts of a
 // block are in different arrays, so the hardware prefetchers cannot find the next part.

@@ -27,8 +27,9 @@ struct Prefix {
   double mass;
 };
 
-// Ranks a whole row. Divides the tokens into bins by logit, and stores the mass of each bin. To find where a sum of
-// masses (or a count of tokens) crosses a limit, sorts only the bin in which this happens.
+// Ranks a whole row. Divides the tokens into bins by logit, and stores the mass of each bin: the sum of the weights of
+// its tokens. To find where a sum of masses (or a count of tokens) crosses a limit, sorts only the bin in which this
+// happens.
 //
 // Masses are added in double. The masses of whole bins are added first; the mass of a bin is the sum in the order of
 // the token ids. Then the tokens of the sorted bin are added in the order of their rank.
