@@ -1,4 +1,4 @@
-"""Starts an agent with a stored program: the launches of its graph, which an earlier start has written to a file.
+"""Decides at the start of an agent whether it uses a stored program: the launches of its graph, from a file.
 
 After a start without a stored program, writes this file for the next start.
 """

@@ -1,4 +1,4 @@
-"""Converts the metadata of a GGUF file to the fields of a ``config.json``.
+"""Converts the metadata of a GGUF file, of any supported architecture, to the fields of a ``config.json``.
 
 So the code that checks a ``config.json`` also checks GGUF files.
 """

@@ -1,4 +1,4 @@
-"""Sends the requests of a load test, each when it is due."""
+"""Sends prepared requests over open connections, each request when it is due (open loop)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a load test: sends each request when it is due, and waits for all responses."""
+"""Runs a whole load test: finds the model, connects, warms up, sends the requests (``batch``) and measures."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ def _section(folder: str, paths: list[Path]) -> str:
 def _description(path: Path, text: str) -> str:
     """Returns the docstring of a module, or the first comment of another file.
 
-    A C++ file without a comment has the description of its header. A YAML file without a comment has the value of its
-    key ``kind`` or ``description``.
+    A C++ file without a comment implements its header, and has the header's description. A YAML file without a comment
+    has the value of its key ``kind`` or ``description``.
     """
     if path.suffix == ".py":
         return ast.get_docstring(parsed(text)) or ""
@@ -72,7 +72,7 @@ def _description(path: Path, text: str) -> str:
     if lines is not None:
         return re.sub(rf"(?m)^\s*{mark}+ ?", "", lines[1])
     if path.suffix == ".cc" and (header := path.with_suffix(".h")).is_file():
-        return _description(header, header.read_text(encoding="utf-8"))
+        return f"Implements `{header.name}`. {_description(header, header.read_text(encoding='utf-8'))}"
     kind = re.search(r"(?m)^(?:kind|description): (.*)$", text)
     return kind[1] if kind is not None and path.suffix == ".yaml" else ""
 

@@ -1,4 +1,4 @@
-"""Replays steps of the static graph from one recording of its kernel launches.
+"""Replays steps of the fused op table, whose static graph needs only one recording of its kernel launches.
 
 The graph's shapes never change, and its inputs, weights, caches and results stay in the same memory. Therefore one
 recording is valid for all steps. A replay avoids MindSpore's preparation of every parameter in every step.

@@ -1,4 +1,4 @@
-"""Replays steps of a dynamic graph, of any size, from two recordings of its kernel launches.
+"""Replays steps of the native op table: steps of any size, from two recordings of a dynamic graph's kernel launches.
 
 The graph makes the same launches in every step, and inputs, weights and caches stay in the same memory. Only the sizes
 of the launches' arguments change. Each size is constant, or a multiple of one of three counts of the step: tokens,

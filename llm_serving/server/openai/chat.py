@@ -1,4 +1,4 @@
-"""The endpoint ``POST /v1/chat/completions`` of OpenAI's API."""
+"""The endpoint for conversations: ``POST /v1/chat/completions`` of OpenAI's API, with tools, reasoning and images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The endpoint ``POST /v1/completions`` of OpenAI's API."""
+"""The endpoint that continues prompts: ``POST /v1/completions`` of OpenAI's API, without chat template and tools."""
 
 from __future__ import annotations
 
