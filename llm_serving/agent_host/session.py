@@ -101,7 +101,7 @@ class Session:
         self._contents: list[SlotContents] = []
         self._in_flight: dict[int, int] = {}
         """For each step slot in use: the number of agents that have not replied to its step yet."""
-        self._last_result = 0.0
+        self._last_result = self._last_data = 0.0
         self._is_quiet = False
         """The last value that ``_report_quiet`` has sent."""
         self._next_beat = 0.0
@@ -157,8 +157,11 @@ class Session:
 
     @property
     def _last_sign(self) -> float:
-        """The time of the last result of an agent, or of the last data of another node of the group."""
-        return self._last_result if self.bridge is None else max(self._last_result, self.bridge.last_update)
+        """The time of the last result of an agent, or of the last data of the server or of another node of the group.
+
+        The agents may sleep because they wait for these data.
+        """
+        return max(self._last_result, self._last_data, 0.0 if self.bridge is None else self.bridge.last_update)
 
     def _report_quiet(self, group: AgentGroup) -> None:
         """Tells the server if the agents have begun or ended to do nothing, because only the server knows all nodes."""
@@ -316,6 +319,7 @@ class Session:
 
     def _take_data(self, message: link.SendBlocks | link.LoadAdapter | link.AdapterPart | link.TilePart) -> None:
         """Passes a message to the object that has the memory for it. Raises ProtocolError if there is none."""
+        self._last_data = time.monotonic()  # the masks of a step may wait behind these data
         if isinstance(message, link.SendBlocks) and self.handed_blocks is not None:
             self.handed_blocks.send(message)
         elif isinstance(message, link.TilePart) and self._tiles is not None:
@@ -371,6 +375,7 @@ class Session:
             )
         if isinstance(message, messages.Masks):
             self._contents[slot].write_masks(contents)
+            self._last_data = time.monotonic()
             return
         self._contents[slot].write_inputs(message.seq, contents)
         if not self._in_flight:

@@ -21,6 +21,7 @@ from llm_serving.agent_host.settings import NodeSettings
 from llm_serving.cluster import messages as link
 from llm_serving.cluster.channel import SecureChannel
 from llm_serving.errors import AgentStartError
+from llm_serving.ipc import messages
 from support.small_configs import small_config
 from support.time_limits import time_limit
 
@@ -105,6 +106,18 @@ def test_a_node_reports_when_its_agents_begin_and_end_to_do_nothing(session):
     node.bridge.last_update = 11.0
     node._report_quiet(group)
     assert session.channel.sent == [link.control(link.Quiet(is_quiet)) for is_quiet in (True, False)]
+
+
+def test_data_of_the_server_are_a_sign_that_agents_only_wait(session):
+    """On a slow network, the masks of a step may wait behind the tiles of the next one."""
+    node, begun = session.it, time.monotonic()
+    node._tiles = SimpleNamespace(write=lambda part: None)
+    node._take_data(link.TilePart(0, 0, b"x"))
+    assert node._last_sign >= begun
+    node._last_data = 0.0
+    node._contents, node._in_flight[0] = [SimpleNamespace(write_masks=lambda contents: None)], 1
+    node._write(messages.Masks(seq=0, slot=0), memoryview(b""))
+    assert node._last_sign >= begun
 
 
 def test_a_node_sends_signs_of_life_while_it_reserves_memory(session, monkeypatch):

@@ -103,7 +103,7 @@ def test_a_lost_agent_or_node_restarts_the_whole_group(spanning, make_node, pool
 def test_agents_that_hang_on_all_nodes_are_replaced(spanning):
     executor, _ = spanning
     executor.submit(prefill(0, HANG))
-    [*_, lost] = events_until(executor, AgentLost)
+    [*_, lost] = events_until(executor, AgentLost, timeout_s=60.0)
     assert "all agents on node" in lost.error
     assert "have done nothing for too long in the middle of a step" in lost.error
     events_until(executor, AgentReady)
