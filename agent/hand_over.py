@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agent.kernels import BlockHandOvers
-from agent.step_inputs import moves_of
+from agent.step_inputs import Int32Array, moves_of
 from agent.weights.storage import Array
 from llm_serving.errors import AgentStartError, ProtocolError
 from llm_serving.ipc.hand_over_memory import HandOverMemory
@@ -27,9 +27,9 @@ class HandedBlocks:
             problem = f"{error}; blocks of this cache cannot be handed over: remove parallel_config.roles"
             raise AgentStartError(problem) from error
 
-    def run(self, slot: StepSlot) -> None:
-        """Runs the moves of a step. Marks a move as faulty in the slot if the pool's block is not the block that the
-        step expects.
+    def run(self, slot: StepSlot) -> Int32Array:
+        """Runs the moves of a step, and returns the blocks of the cache that have arrived. Marks a move as faulty in
+        the slot if the pool's block is not the block that the step expects.
 
         Raises ProtocolError if a move is neither HAND_OUT nor HAND_IN, or if it writes the null block of the cache.
         Raises KernelError if a block does not exist.
@@ -47,6 +47,7 @@ class HandedBlocks:
             )
         count = moves.shape[0]
         self._copies.run(moves, slot.move_headers[: count * HEADER_WORDS], slot.move_faults[:count])
+        return device_blocks if MoveKind.HAND_IN in kinds else device_blocks[:0]
 
 
 def is_hand_over(slot: StepSlot) -> bool:

@@ -148,7 +148,8 @@ class ModelRunner:
             self._readers.append(reader)
             self.ahead = StepsAhead(self, reader, self._made_last_tokens())
         if self.hand_over_pool is not None:
-            self._handed = HandedBlocks(self.hand_over_pool, self._model.kv_cache.block_arrays)
+            own = [] if self._drafter is None else self._drafter.handed_arrays
+            self._handed = HandedBlocks(self.hand_over_pool, [*self._model.kv_cache.block_arrays, *own])
         self._seconds["load"] = time.perf_counter() - start
 
     def _made_last_tokens(self) -> LastTokens:
@@ -280,10 +281,17 @@ class ModelRunner:
         if slot.num_tokens:
             raise ProtocolError(f"a step of moves has {slot.num_tokens} tokens; it must have none")
         if self._handed is not None and is_hand_over(slot):
-            self._handed.run(slot)
+            self._run_hand_overs(self._handed, slot)
         else:
             self.move_blocks(self._reader.read_moves(slot))
         return StepCost((time.perf_counter_ns() - start) // 1000)
+
+    def _run_hand_overs(self, handed: HandedBlocks, slot: StepSlot) -> None:
+        if self._drafter is not None:
+            self._drafter.settle()
+        arrived = handed.run(slot)
+        if self._drafter is not None:
+            self._drafter.take_handed(arrived)
 
     def reset(self) -> None:
         """Clears the tokens and the states of all batch rows. The KV cache needs no reset, because the server knows

@@ -106,7 +106,7 @@ class SamplingParams:
     shown_token_ids: frozenset[int] = _parameter(
         frozenset(), "Special tokens that stay in the text, because they begin or end parts of an answer."
     )
-    keeps_history: bool = _parameter(False, "The sampler needs all tokens, for the operator's logits processors.")
+    keeps_history: bool = _parameter(False, "The agent needs all tokens, for logits processors or the draft model.")
     logprobs: bool = _parameter(False, "Returns the log-probability of each token.")
     top_logits: int = _parameter(0, "Most probable tokens to return with each token.", low=0, high=MAX_TOP_LOGITS)
 

@@ -110,6 +110,20 @@ class Drafter:
         self._take_plain()
         self._rows.move(moves)
 
+    @property
+    def handed_arrays(self) -> list[Array]:
+        """The arrays of the KV cache whose blocks are handed over to other replicas. None of a draft model, which
+        computes a handed prompt again."""
+        return []
+
+    def settle(self) -> None:
+        """Completes the work on earlier steps. Must be called before blocks move to the hand-over pool or from it."""
+        self._take_plain()
+
+    def take_handed(self, blocks: Int32Array) -> None:
+        """Records that ``blocks`` have the keys and values of a handed prompt now, as computed by another replica."""
+        self._rows.arrive(blocks, 0)
+
     def after_step(self, slot: StepSlot, inputs: StepInputs, tapped: Sequence[Array]) -> int:
         """Stores the tokens of a step that was sampled. If the step wants drafts, writes them into the slot.
 
@@ -144,9 +158,11 @@ class Drafter:
         seqs = slot.num_seqs
         self._take_plain()
         contexts, query_lens = inputs.context_lens, inputs.query_lens
+        ends = np.cumsum(slot.history_lens[:seqs])
         for index in np.flatnonzero(slot.restarts[:seqs]).tolist():
-            start = int(contexts[index] - query_lens[index])
-            self._rows.begin(int(inputs.rows[index]), start, inputs.block_tables[index])
+            start, length = int(contexts[index] - query_lens[index]), int(slot.history_lens[index])
+            known = slot.history[ends[index] - length : ends[index]] if length > start else None
+            self._rows.begin(int(inputs.rows[index]), start, inputs.block_tables[index], known)
         used = np.repeat(counts, query_lens)
         rows, positions = np.repeat(inputs.rows, query_lens)[used], inputs.positions[used]
         self._rows.put(rows, positions, inputs.token_ids[used])

@@ -98,9 +98,27 @@ class HeadDrafter(Drafter):
 
     def move_blocks(self, moves: Int32Array) -> None:
         """Copies blocks of the head's KV cache in the same way as the model's blocks. ``moves`` is [copies, 3]."""
+        self.settle()
+        super().move_blocks(moves)
+
+    @property
+    def handed_arrays(self) -> list[Array]:
+        """The arrays of the head's KV cache, without the scratch blocks."""
+        num_blocks = self._config.pa_config.num_blocks
+        return [array[:num_blocks] for array in self._network.model.kv_cache.block_arrays]
+
+    def settle(self) -> None:
+        """Computes all waiting tokens, so that the blocks of a prompt are complete before they are handed over."""
         self._take_steps()
         self._compute_waiting()
-        super().move_blocks(moves)
+        super().settle()
+
+    def take_handed(self, blocks: Int32Array) -> None:
+        """Records that ``blocks`` are complete, because the head of the other replica has computed the whole prompt.
+
+        If that head had missed tokens, the drafts are worse.
+        """
+        self._rows.arrive(blocks, self._config.pa_config.block_size)
 
     def after_step(self, slot: StepSlot, inputs: StepInputs, tapped: Sequence[Array]) -> int:
         """Stores the tokens and hidden states of a step, and makes drafts like ``Drafter.after_step``."""

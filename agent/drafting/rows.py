@@ -19,8 +19,8 @@ _BEHIND = -1
 class DraftRows:
     """The tokens of each batch row, and the length of the prefix whose keys and values the draft model has computed.
 
-    A sequence may start behind a cached prefix, whose tokens the agent does not know. If the draft model has not
-    computed the whole prefix, the sequence gets no drafts.
+    A sequence may start behind a cached prefix that the draft model has not computed. If the server has sent the tokens
+    of the prefix, the draft model can compute them later. Otherwise, the sequence gets no drafts.
     """
 
     def __init__(self, num_rows: int, max_tokens: int, block_size: int, num_blocks: int, num_host_blocks: int) -> None:
@@ -43,14 +43,21 @@ class DraftRows:
         self._filled.fill(0)
         self._filled_on_host.fill(0)
 
-    def begin(self, row: int, start: int, table: Int32Array) -> None:
+    def begin(self, row: int, start: int, table: Int32Array, known: Int32Array | None = None) -> None:
         """Begins a new sequence on a batch row. Its first ``start`` tokens are a cached prefix, in the blocks
-        of ``table``."""
+        of ``table``.
+
+        ``known`` has the tokens of the sequence, at least those of the prefix. None if the server has not sent them.
+        """
         size = self._block_size
         blocks = table[: -(-start // size)]
         needed = np.minimum(start - size * np.arange(blocks.size), size)
-        is_complete = bool((self._filled[blocks] >= needed).all())
-        self.num_computed[row] = start if is_complete else _BEHIND
+        missing = np.flatnonzero(self._filled[blocks] < needed)
+        self.num_computed[row] = start
+        if missing.size:
+            self.num_computed[row] = _BEHIND if known is None else missing[0] * size
+        if known is not None:
+            self.tokens[row, :start] = known[:start]
 
     def put(self, rows: Int32Array, positions: Int32Array, token_ids: Int32Array) -> None:
         """Stores known tokens. The arguments have one element for each token.
@@ -75,6 +82,10 @@ class DraftRows:
         size = self._block_size
         positions = np.arange(start // size * size, end, size, dtype=np.int32)
         self.note_blocks(np.full(positions.size, row, np.int32), positions, table[positions // size])
+
+    def arrive(self, blocks: Int32Array, num_filled: int) -> None:
+        """Records that blocks of another replica have arrived, of which ``num_filled`` positions are computed."""
+        self._filled[blocks] = num_filled
 
     def move(self, moves: Int32Array) -> None:
         """Records that blocks were copied. ``moves`` is [copies, 3]: ``MoveKind``, source block and destination block.

@@ -35,6 +35,17 @@ def check_roles(raw: RawConfig, config: Config) -> None:
         raise raw.error("parallel_config.roles", list(parallel.roles or ()), problem)
 
 
+def _head_fits(config: Config) -> bool:
+    """Returns True if there is no head, or if a layer of the head has blocks of the same size as one of the model.
+
+    The blocks of all layers are handed over together, with one size.
+    """
+    if config.draft is None or config.draft.head is None:
+        return True
+    sizes = {config.kv_bytes_of(shape) // shape.num_cache_layers for shape in (config.shape, config.draft.shape)}
+    return len(sizes) == 1
+
+
 def _problem_of(roles: tuple[str, ...], num_replicas: int) -> str | None:
     """Returns the reason why these roles cannot serve every request, or None if they can."""
     unknown = set(roles) - {PREFILL, DECODE, BOTH}
@@ -62,9 +73,8 @@ def _obstacle(config: Config) -> str | None:
         "sequences need blocks on demand; set model_config.page_attention: true": (
             not config.model_config.page_attention
         ),
-        "blocks of a draft model are not handed over yet; set speculative_config.method to suffix or off": (
-            config.draft is not None
-        ),
+        "the head's KV cache has blocks of another size than a layer of the model; set speculative_config.method to "
+        "draft, suffix or off": not _head_fits(config),
         "native operators keep the scales of an int8 KV cache in blocks of another size; use kv_format auto": (
             config.op_table == "native" and config.kv_format == "int8"
         ),

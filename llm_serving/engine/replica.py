@@ -82,7 +82,7 @@ class Replica:
         """The KV tiers of the replica. None if the replica has no KV tiers."""
         self.peers: Sequence[Replica] = ()
         """The other replicas, if they may have blocks that this replica has computed. Otherwise empty."""
-        self._speculator = None if make_speculator is None else make_speculator(self._masks.prepare)
+        self._speculator = None if make_speculator is None else make_speculator(index, self._masks.prepare)
         self._sent: dict[int, tuple[ScheduledStep, float]] = {}
         self._dropped: set[int] = set()
         self._num_completed = 0

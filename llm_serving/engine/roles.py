@@ -27,4 +27,6 @@ def prefill_split(config: Config, limits: SchedulerLimits, pools: BlockPools | N
     parallel = config.parallel_config
     pool = HandOverPool(config.num_hand_over_blocks, limits.cache_namespace)
     threshold = PromptThreshold(limits.block_size, parallel.prefill_threshold)
-    return PrefillSplit([Role(role) for role in parallel.replica_roles], pool, threshold, limits.block_size, pools)
+    has_draft_model = config.draft is not None and config.draft.head is None
+    roles = [Role(role) for role in parallel.replica_roles]
+    return PrefillSplit(roles, pool, threshold, limits.block_size, pools, sends_tokens=has_draft_model)

@@ -39,13 +39,16 @@ class HandOverLayout:
     def of(cls, config: Config, rank: int) -> HandOverLayout | None:
         """Returns the layout for the agent ``rank`` of a replica. None if replicas have no roles.
 
-        ``config`` describes the whole model, not only the agent's part.
+        ``config`` describes the whole model, not only the agent's part. The arrays of a head (``Config.draft``) follow
+        those of the model. A draft model has no arrays here, because it computes handed prompts again.
         """
         if not config.num_hand_over_blocks:
             return None
-        shape = local_shape(config.shape, config.shard(rank))
-        num_arrays = shape.num_layers * (2 if shape.latent is None else 1)
-        block_bytes = config.kv_bytes_of(shape) * config.pa_config.block_size
+        shapes = [local_shape(config.shape, config.shard(rank))]
+        if config.draft is not None and config.draft.head is not None:
+            shapes.append(config.draft.shape)
+        num_arrays = sum(shape.num_layers * (2 if shape.latent is None else 1) for shape in shapes)
+        block_bytes = sum(map(config.kv_bytes_of, shapes)) * config.pa_config.block_size
         return cls(num_arrays, config.num_hand_over_blocks, block_bytes // num_arrays)
 
     @property

@@ -230,8 +230,11 @@ def hand_over_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
     have no roles."""
     if not config.num_hand_over_blocks:
         return ()
-    parallel = config.parallel_config
-    block_bytes = rank_kv_bytes_per_token(config, rank) * config.pa_config.block_size
+    parallel, draft = config.parallel_config, config.draft
+    token_bytes = rank_kv_bytes_per_token(config, rank)
+    if draft is not None and draft.head is None:
+        token_bytes -= config.kv_bytes_of(draft.shape)  # a draft model computes handed prompts again
+    block_bytes = token_bytes * config.pa_config.block_size
     num_bytes = block_bytes * config.num_hand_over_blocks // (parallel.agents_per_machine // parallel.group_size)
     basis = f"{config.num_hand_over_blocks} blocks that move between {parallel.data_parallel} replicas"
     return (MemoryItem("hand-over pool", num_bytes, basis),)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from llm_serving.block_moves.hand_overs import Change, HandOverChange
@@ -205,6 +206,8 @@ class HandOverDesk:
             lease.holders.add(replica.index)
             del replica.entries[change.request_id]
             entry.replica, entry.hashes, entry.cached_tokens = None, None, 0
+            if self._split.sends_tokens:
+                entry.request.sampling = replace(entry.request.sampling, keeps_history=True)
             self.hand_over(entry, now)
             return
         self._note_end(change, lease, now)

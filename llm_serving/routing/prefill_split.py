@@ -49,9 +49,13 @@ class PrefillSplit:
         threshold: PromptThreshold,
         block_size: int,
         pools: BlockPools | None = None,
+        *,
+        sends_tokens: bool = False,
     ) -> None:
         """``pool`` allocates blocks for hand-overs. ``pools`` has their memory; None: all replicas share one pool."""
         self.roles = list(roles)
+        self.sends_tokens = sends_tokens
+        """True if the decode agents need the tokens of a handed prompt, because their draft model computes it again."""
         self.pools: BlockPools = SharedPools() if pools is None else pools
         self._wire = Rate()
         self._block_size = block_size

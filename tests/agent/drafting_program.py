@@ -48,12 +48,15 @@ class Drafting:
         start: int,
         wanted: list[int],
         moves: tuple[Move, ...] = (),
+        *,
+        sends_tokens: bool = False,
     ) -> dict[str, Any]:
         """Runs a sequence with the known ``tokens``, of which the first ``start`` are in the cache.
 
+        With ``sends_tokens``, the first step also has all known tokens, as after a hand-over.
         ``wanted`` has the number of drafts that each step wants: first the step with the prompt, then decode steps.
         """
-        part = Part(tokens[start:], start, blocks, row)
+        part = Part(tokens[start:], start, blocks, row, history=tokens if sends_tokens else ())
         ids, drafts = self.step([part], wanted[0], decode=False, restart=True, moves=moves)
         output, found = ids, [(1, drafts[0])]
         for number, want in enumerate(wanted[1:], 1):
@@ -83,6 +86,10 @@ def main(dtype: str, op_table: str, kv: str) -> dict[str, Any]:
     found["behind a copy"] = runs.generate(3, table, known[:40], 2 * BLOCK_SIZE + 4, [WIDTH] * 9, copy)
     runs.generate(4, third, PROMPT, 0, [0] * 20)
     found["unknown prefix"] = runs.generate(5, [third[0], *range(70, 76)], known[:40], BLOCK_SIZE, [WIDTH] * 9)
+    # The draft model has computed the first block, and not the second one.
+    late = [0, 0] + [WIDTH] * 9
+    table = [second[0], third[1], *range(80, 86)]
+    found["sent tokens"] = runs.generate(6, table, known[:40], 2 * BLOCK_SIZE, late, sends_tokens=True)
     return found
 
 

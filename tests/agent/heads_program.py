@@ -15,6 +15,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from step_driver import Move, Part, StepDriver  # noqa: E402
 
+from llm_serving.ipc.hand_over_memory import HandOverLayout, HandOverMemory  # noqa: E402
 from llm_serving.ipc.shm import HEADER, MoveKind  # noqa: E402
 from support.golden_files import golden_of  # noqa: E402
 from support.head_models import write_heads  # noqa: E402
@@ -67,12 +68,40 @@ class Heads:
         return {"output": output, "drafts": drafts}
 
 
+    def continue_handed(self, row: int, blocks: list[int], handed: list[int]) -> dict[str, Any]:
+        """Runs the golden text on two batch rows, as on two replicas: first the prompt, in ``blocks``.
+
+        Then its blocks go through the hand-over pool to the blocks ``handed``, and the next batch row continues.
+        """
+        known, drafts = self.prompt, {}
+        output = [self.step(Part(known, 0, blocks, row), 0, restart=True)[0]]
+        used = range(-(-len(known) // BLOCK_SIZE))
+        self.driver.move(*((MoveKind.HAND_OUT, blocks[place], place) for place in used))
+        self.driver.move(*((MoveKind.HAND_IN, place, handed[place]) for place in used))
+        assert not self.driver.slot.move_faults[: len(used)].any()
+        for number in range(1, len(self.tokens)):
+            part = Part([output[-1]], len(known) + number - 1, handed, row + 1, sample_position=number)
+            token, found = self.step(part, WIDTH, decode=True, restart=number == 1)
+            output.append(token)
+            drafts[len(known) + number + 1] = found
+        return {"output": output, "drafts": drafts}
+
+
 def driver_of(method: str, dtype: str, op_table: str, folder: Path, *, counting: bool = False) -> StepDriver:
+    """Returns an agent with a head. With an MTP layer, the agent also has a hand-over pool unless ``counting``."""
     model, head = write_heads(method, folder, counting=counting)
     settings = {"speculative_config.method": method, "speculative_config.max_draft_tokens": WIDTH}
     if head is not None:
         settings["speculative_config.model"] = str(head)
-    return StepDriver(make_config(model, dtype, op_table, extra=settings))
+    if counting or method != "mtp":
+        return StepDriver(make_config(model, dtype, op_table, extra=settings))
+    settings |= {"parallel_config.data_parallel": 2, "parallel_config.roles": "[prefill, decode]"}
+    config = make_config(model, dtype, op_table, extra=settings)
+    layout = HandOverLayout.of(config, 0)
+    assert layout is not None
+    handed = HandOverMemory.create(layout)
+    handed.unlink()
+    return StepDriver(config, handed=handed)
 
 
 def main(method: str, dtype: str, op_table: str, folder: str) -> dict[str, Any]:
@@ -86,6 +115,8 @@ def main(method: str, dtype: str, op_table: str, folder: str) -> dict[str, Any]:
     # its state between two steps.
     copy = ((MoveKind.COPY, first[0], 70),)
     found["behind a copy"] = runs.generate(4, [70, *range(71, 76)], 5, 2, CHUNK, copy)
+    if method == "mtp":
+        found["handed over"] = runs.continue_handed(5, list(range(90, 96)), list(range(110, 116)))
     if dtype == "float32":
         driver = driver_of(method, dtype, op_table, Path(folder) / "counting", counting=True)
         counting = Heads(driver, {"prompt": list(range(40, 61)), "tokens": [0] * 40})

@@ -12,6 +12,7 @@ import numpy as np
 from agent.model_runner import ModelRunner
 from llm_serving.config import Config
 from llm_serving.ipc.exchange import ExchangeMemory
+from llm_serving.ipc.hand_over_memory import HandOverMemory
 from llm_serving.ipc.shm import NO_ADAPTER, SlotLayout, StepSlot
 from llm_serving.sampling_params import MAX_TOP_LOGITS, SAMPLER_PARAMETERS
 from support.step_config import BLOCK_SIZE, MAX_MODEL_LEN
@@ -55,16 +56,26 @@ class Sampled:
 
 
 class StepDriver:
-    """A started ModelRunner with one step slot. ``rank`` and ``exchange`` are given if it is an agent of a group."""
+    """A started ModelRunner with one step slot. ``rank`` and ``exchange`` are given if it is an agent of a group.
+
+    ``handed`` is its hand-over pool, if the config has roles.
+    """
 
     def __init__(
-        self, config: Config, rank: int = 0, exchange: ExchangeMemory | None = None, *, keeps_files: bool = False
+        self,
+        config: Config,
+        rank: int = 0,
+        exchange: ExchangeMemory | None = None,
+        *,
+        keeps_files: bool = False,
+        handed: HandOverMemory | None = None,
     ) -> None:
         self.config = config
         self.stages: list[tuple[str, int, int]] = []
         self.runner = ModelRunner(
             self.config, lambda *stage: self.stages.append(stage), rank, exchange, keeps_files=keeps_files
         )
+        self.runner.hand_over_pool = handed
         self.runner.load()
         self.runner.compile()
         self.runner.warm_up()

@@ -66,6 +66,27 @@ def test_a_prefix_that_was_not_computed_gives_no_drafts() -> None:
     assert rows.num_computed[1] == 6
 
 
+def test_a_prefix_whose_tokens_the_server_has_sent_is_computed_later() -> None:
+    rows = started(6)
+    rows.begin(1, 6, TABLE, ints(*range(20, 29)))
+    assert rows.num_computed[1] == 6
+    rows.begin(1, 7, TABLE, ints(*range(20, 29)))
+    assert rows.num_computed[1] == 4, "the first block is complete"
+    assert rows.tokens[1, :8].tolist() == [*range(20, 27), 0]
+    put(rows, 1, 7, 27)
+    assert rows.num_computed[1] == 4
+
+
+def test_blocks_that_have_arrived_are_as_computed_as_their_sender_says() -> None:
+    rows = started(8)
+    rows.arrive(ints(5), 0)
+    rows.begin(1, 8, TABLE)
+    assert rows.num_computed[1] < 0
+    rows.arrive(ints(3, 5), SIZE)
+    rows.begin(1, 7, TABLE)
+    assert rows.num_computed[1] == 7
+
+
 def test_a_block_that_another_sequence_has_overwritten_is_not_computed() -> None:
     rows = started(8)
     rows.begin(1, 0, TABLE)

@@ -25,7 +25,7 @@ PROGRAM = Path(__file__).with_name("drafting_program.py")
 def test_drafts_are_the_next_tokens(dtype: str, op_table: str, cache: str, tmp_path: Path) -> None:
     found: dict[str, dict[str, Any]] = printed_json(run_forked(PROGRAM, dtype, op_table, cache, folder=tmp_path))
     assert found["late"]["output"][:30] == found["always"]["output"][:30]
-    for name in ("late", "always", "behind a prefix", "behind a copy"):
+    for name in ("late", "always", "behind a prefix", "behind a copy", "sent tokens"):
         output, drafts = found[name]["output"], found[name]["drafts"]
         assert len(drafts) >= 9
         for count, draft in drafts:

@@ -10,8 +10,11 @@ from llm_serving.cluster.key import make_key
 from llm_serving.config import load_config
 from llm_serving.engine.scheduler_limits import scheduler_limits
 from llm_serving.errors import ConfigError
+from llm_serving.ipc.hand_over_memory import HandOverLayout
 from llm_serving.planning.machine import Machine
 from llm_serving.planning.memory_plan import estimate_memory
+from support.head_models import write_heads
+from support.small_configs import TINY_LLAMA
 
 PLENTY = Machine(1000 << 30, "test machine")
 CONFIG = "llama_tiny_cpu.yaml"
@@ -60,6 +63,32 @@ def test_without_roles_nothing_is_reserved() -> None:
     assert (config.num_hand_over_blocks, config.slot_limits().hands_over) == (0, False)
     assert not scheduler_limits(config).hands_over
     assert not estimate_memory(config, PLENTY).bytes_of("hand-over pool")
+
+
+def test_a_head_is_handed_over_and_a_draft_model_is_not(tmp_path: Path) -> None:
+    """The pool has the blocks of a head, whose hidden states exist only where the prompt is computed."""
+    model, _ = write_heads("mtp", tmp_path)
+    base = [*ROLES, f"model_config.model_path={model}", "parallel_config.hand_over_blocks=1000"]
+    plain = load_config(CONFIG, base)
+    head = load_config(CONFIG, [*base, "speculative_config.method=mtp"])
+    found = [HandOverLayout.of(config, 0) for config in (plain, head)]
+    assert [each.num_arrays for each in found] == [plain.shape.num_layers, plain.shape.num_layers + 1]
+    for config, layout in zip((plain, head), found, strict=True):
+        needed = estimate_memory(config, PLENTY).bytes_of("hand-over pool")
+        assert needed == layout.block_bytes * layout.num_blocks
+    draft = [*ROLES, "speculative_config.method=draft", f"speculative_config.model={TINY_LLAMA}"]
+    without, with_draft = load_config(CONFIG, ROLES), load_config(CONFIG, draft)
+    assert HandOverLayout.of(with_draft, 0) == HandOverLayout.of(without, 0)
+    plans = [estimate_memory(config, PLENTY).bytes_of("hand-over pool") for config in (without, with_draft)]
+    assert plans[0] == plans[1]
+
+
+def test_a_head_whose_blocks_have_another_size_is_refused(tmp_path: Path) -> None:
+    model, head = write_heads("eagle", tmp_path, counting=True)
+    settings = ["speculative_config.method=eagle", f"speculative_config.model={head}"]
+    load_config(CONFIG, [f"model_config.model_path={model}", *settings])
+    with pytest.raises(ConfigError, match="the head's KV cache has blocks of another size"):
+        load_config(CONFIG, [*ROLES, f"model_config.model_path={model}", *settings])
 
 
 def test_the_memory_plan_has_the_pool_once_for_all_replicas() -> None:

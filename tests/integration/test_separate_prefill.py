@@ -14,6 +14,7 @@ import pytest
 
 from support.server_process import ServerProcess, running_server, shm_entries
 from support.session_files import call, put
+from support.small_configs import TINY_LLAMA
 from support.time_limits import time_limit
 from tools.replaying.main import main as replay
 
@@ -124,6 +125,45 @@ def test_recordings_replay_after_the_end(separate: ServerProcess, capsys: pytest
     assert not shm_entries(separate.pid)
     assert replay([str(separate.folder / "flight")]) == 0
     assert capsys.readouterr().out.count("identical, ") == 2
+
+
+OWLS = [[f"{name} owl {number} sat in a tree and looked at the moon. " * 12 for number in range(3)] for name in "AB"]
+
+
+def ask_greedily(server: ServerProcess, prompts: list[str]) -> list[list[int]]:
+    def ask(prompt: str) -> list[int]:
+        return ids_of(server.post("/v1/completions", {**body(prompt, 40), "temperature": 0, "frequency_penalty": 0}))
+
+    with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(ask, prompts))
+
+
+def test_a_draft_model_computes_handed_prompts_again(tmp_path: Path, server: ServerProcess) -> None:
+    """The draft model is the model itself, so each draft is right if the draft model knows the whole prompt.
+
+    Then the agents are killed, first that of the decode replica.
+    """
+    expected = {prompt: ask_greedily(server, [prompt])[0] for prompt in LONG + OWLS[0] + OWLS[1]}
+    drafts = [
+        *("speculative_config.method=draft", f"speculative_config.model={TINY_LLAMA}"),
+        *("speculative_config.always=true", "speculative_config.max_draft_tokens=4"),
+    ]
+    with running_server(tmp_path, [*ROLES, *drafts]) as separate:
+        for prompt in LONG:
+            assert ask_greedily(separate, [prompt]) == [expected[prompt]]
+        assert separate.wait_until_idle()["hand_overs"]["completed"] == len(LONG)
+        drafted, accepted = separate.counter("draft_tokens"), separate.counter("accepted_draft_tokens")
+        assert accepted == drafted
+        assert accepted > 0.5 * sum(len(expected[prompt]) for prompt in LONG)
+        for rank, prompts in zip((1, 0), OWLS, strict=True):
+            victim, before = agent_of(separate, rank), engine_of(separate)["replicas"][1]["placed"]["handed"]
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                answers = pool.submit(ask_greedily, separate, prompts)
+                wait_for(lambda before=before: engine_of(separate)["replicas"][1]["placed"]["handed"] > before)
+                os.kill(victim, signal.SIGKILL)
+                assert answers.result() == [expected[prompt] for prompt in prompts]
+        figures = separate.wait_until_idle()["hand_overs"]
+        assert figures["pool_free_blocks"] == figures["pool_blocks"]
 
 
 def test_kv_tiers_keep_the_blocks_of_both_roles(

@@ -19,6 +19,7 @@ from llm_serving.handover.transport import BlockPools, BlockTransport, Done, Pai
 from llm_serving.request import FinishReason
 from llm_serving.routing.placement import Placed, Role
 from llm_serving.routing.prefill_split import PrefillSplit
+from llm_serving.scheduler.output import ScheduledStep
 from llm_serving.telemetry.receipt import Phase
 from support.fakes import make_limits, make_request
 from support.handover_simulation import ROLES, play_hand_overs
@@ -107,6 +108,34 @@ def test_long_prompts_are_computed_by_the_prefill_replica_and_short_ones_are_not
     assert (simulation.split.figures.completed, simulation.split.figures.misses) == (1, 0)
     placed = simulation.router.replicas[1].num_placed
     assert (placed[Placed.HANDED], simulation.router.replicas[0].num_placed[Placed.PROMPT]) == (1, 2)
+
+
+@pytest.mark.parametrize("sends_tokens", [False, True])
+def test_the_decode_replica_gets_the_tokens_of_a_handed_prompt_if_its_draft_model_needs_them(
+    sends_tokens: bool,
+) -> None:
+    simulation = split_simulation(Role.PREFILL, Role.DECODE)
+    assert simulation.split is not None
+    simulation.split.sends_tokens = sends_tokens
+    request, decode, found = make_request("long", 25, 6), simulation.replicas[1], []
+    next_step = decode.next_step
+
+    def watched(now: float) -> ScheduledStep | None:
+        step = next_step(now)
+        found.extend([] if step is None else step.histories)
+        return step
+
+    decode.next_step = watched  # type: ignore[method-assign]
+    simulation.add(request)
+    while not request.is_finished:
+        simulation.schedule()
+        for replica in simulation.replicas:
+            if replica.device.queue:
+                simulation.run(replica)
+            if replica.answers:
+                simulation.update(replica, replica.answers.popleft())
+    known = [history.token_ids for history in found]
+    assert known == ([[*request.prompt_token_ids, *request.output_token_ids[:1]]] if sends_tokens else [])
 
 
 def test_short_prompts_do_not_wait_behind_long_ones() -> None:

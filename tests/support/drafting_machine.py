@@ -6,7 +6,6 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from llm_serving.engine.commands import Add
 from llm_serving.engine.core import EngineCore
@@ -189,9 +188,9 @@ def serve(
 
 def with_model(always: bool = False) -> MakeSpeculator:
     """Returns a function that makes a speculator with a draft model."""
-    return partial(Speculator, MAX_DRAFTS, MAX_ENTRIES, always=always, has_model=True)
+    return lambda replica, prepare: Speculator(MAX_DRAFTS, MAX_ENTRIES, prepare, always=always, has_model=True)
 
 
 def without_model() -> MakeSpeculator:
     """Returns a function that makes a speculator whose drafts come from earlier tokens only."""
-    return partial(Speculator, MAX_DRAFTS, MAX_ENTRIES)
+    return lambda replica, prepare: Speculator(MAX_DRAFTS, MAX_ENTRIES, prepare)
