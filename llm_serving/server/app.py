@@ -80,8 +80,8 @@ class ServerApp:
     def __init__(self, state: ServerState, endpoints: Sequence[Endpoint] | None = None) -> None:
         """``endpoints`` are the endpoints to serve. The default is all endpoints of ``state``."""
         self._state = state
-        served = state.endpoints if endpoints is None else endpoints
-        routes = [Route(one.path, _Route(self, one), methods=[one.method]) for one in served]
+        self.endpoints = state.endpoints if endpoints is None else endpoints
+        routes = [Route(one.path, _Route(self, one), methods=[one.method]) for one in self.endpoints]
         self._router = Router(routes, redirect_slashes=False, default=_not_found)
 
     @property
@@ -94,7 +94,8 @@ class ServerApp:
             raise RuntimeError(f"only HTTP is served, not {scope['type']}")
         scope.setdefault(RECEIVED_AT, time.monotonic())
         scope["app"] = self  # makes Starlette raise a 405 as an exception, which then gets this server's error format
-        access, visit = self.state.access, None
+        access = self.state.access
+        visit: Visit | None = scope.get(VISIT)  # the request has one if ``early_refusals`` has accepted it
         try:
             headers = Headers(scope=scope)
             if self.state.tracing is not None and scope["method"] == "POST":
@@ -107,7 +108,7 @@ class ServerApp:
                     self.state.metrics.http_response("preflight", preflight.status_code)
                     await preflight(scope, receive, send)
                     return
-            if access is not None:
+            if access is not None and visit is None:
                 visit = scope[VISIT] = Visit(access, scope, scope[RECEIVED_AT])
                 visit.enter(headers.getlist("authorization"), headers.getlist("x-api-key"))
             await self._router(scope, receive, send)

@@ -20,6 +20,7 @@ from llm_serving.access.tls import ServerTls
 from llm_serving.server.app import ServerApp
 from llm_serving.server.batches.endpoints import BATCH_ENDPOINTS
 from llm_serving.server.batches.runner import BatchRunner
+from llm_serving.server.early_refusals.refusals import EarlyRefusals
 from llm_serving.server.http.protocol import BoundedHttpProtocol, ConnectionRules
 from llm_serving.server.http.proxies import TrustedProxies
 from llm_serving.server.http.tls_listener import TlsListener
@@ -132,7 +133,7 @@ class _Server(uvicorn.Server):
         await super().startup(sockets=[])
         loop = asyncio.get_running_loop()
         for listener in self._listeners:
-            connect = partial(self._connection, listener.app)
+            connect = partial(self._connection, listener.app, EarlyRefusals(listener.app))
             if listener.sock.family == socket.AF_UNIX:
                 server = await loop.create_unix_server(connect, sock=listener.sock, backlog=BACKLOG)
             elif listener.tls and self._tls is not None:
@@ -142,11 +143,11 @@ class _Server(uvicorn.Server):
                 server = await loop.create_server(connect, sock=listener.sock, backlog=BACKLOG)
             self.servers.append(server)
 
-    def _connection(self, app: ServerApp) -> BoundedHttpProtocol:
+    def _connection(self, app: ServerApp, refusals: EarlyRefusals) -> BoundedHttpProtocol:
         protocol = BoundedHttpProtocol(
             self._rules, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
-        protocol.app = app
+        protocol.app, protocol.refusals = app, refusals
         return protocol
 
     def _tls_listener(

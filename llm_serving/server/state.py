@@ -20,7 +20,7 @@ from llm_serving.config.kv_tier_section import KvTierConfig
 from llm_serving.constraints.compiler import GrammarCompiler
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.chat_template import ChatTemplate
-from llm_serving.errors import ModelNotFoundError
+from llm_serving.errors import ModelNotFoundError, QueueFullError
 from llm_serving.flight.setup import recordings_folder
 from llm_serving.lora.registry import Adapter
 from llm_serving.model.pooling import Pooling
@@ -273,18 +273,31 @@ class ServerState:
         If the server has several models, this method does nothing, because the body names the model. ``models.served``
         then checks the queue of that model.
         """
-        if self.models is None or not self.models.has_several:
+        if self._has_one_queue:
             self.refuse_if_full(tenant)
+
+    def early_refusal(self, tenant: str) -> QueueFullError | None:
+        """Returns the error that ``check_queue`` would raise, or None. Logs and counts a refusal as ``check_queue``."""
+        return self._full(tenant) if self._has_one_queue else None
 
     def refuse_if_full(self, tenant: str) -> None:
         """Raises QueueFullError if the queue of this model is full for ``tenant``."""
-        full = self.engine.queue_full(tenant)
+        full = self._full(tenant)
         if full is not None:
-            self.log.event("request_refused", code=full.code, message=str(full))
             try:
                 raise full
             finally:
                 del full  # breaks a reference cycle: the error's traceback refers to this frame
+
+    @property
+    def _has_one_queue(self) -> bool:
+        return self.models is None or not self.models.has_several
+
+    def _full(self, tenant: str) -> QueueFullError | None:
+        full = self.engine.queue_full(tenant)
+        if full is not None:
+            self.log.event("request_refused", code=full.code, message=str(full))
+        return full
 
     def check_model(self, name: str | None) -> None:
         """Raises ModelNotFoundError unless ``name`` is None or names a model or an adapter of this server."""
@@ -351,3 +364,6 @@ class Endpoint:
     """Type of the request's body."""
     admin: bool = False
     """Whether only keys with the right ``admin`` may use the endpoint."""
+    queued: bool = False
+    """Whether the handler first calls ``check_queue``. Its requests may be refused before it is called, see
+    ``early_refusals``."""

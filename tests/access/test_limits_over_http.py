@@ -278,4 +278,4 @@ def test_each_request_checks_the_queue_limit_of_its_key(server):
               "/chat": {"query": 1}}  # fmt: skip
     for path, body in bodies.items():
         server.http.post(path, json=body, headers=bearer("alice"))
-    assert server.engine.asked_for == ["alice"] * 4
+    assert server.engine.asked_for == ["alice"] * 8, "when the headers have arrived, and by the handler"

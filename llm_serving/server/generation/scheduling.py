@@ -129,13 +129,17 @@ def visit_of(request: Request) -> Visit | None:
 
 
 def tenant_of(request: Request) -> str:
+    """Returns the tenant of a request, see ``tenant_name``."""
+    return tenant_name(visit_of(request), request.headers)
+
+
+def tenant_name(visit: Visit | None, headers: Headers) -> str:
     """Returns the tenant of a request: the name of its API key.
 
     If the server has no keys, the tenant is a short hash of the bearer token, or an empty text without a token. The
     hash separates the requests of different tokens and does not reveal the token.
     """
-    visit = visit_of(request)
-    return visit.name if visit is not None and visit.name else _tenant(_api_key(request.headers))
+    return visit.name if visit is not None and visit.name else _tenant(_api_key(headers))
 
 
 def _owner(request: Request) -> bytes:

@@ -9,9 +9,11 @@ import socket
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from starlette.responses import Response
+from starlette.types import Scope
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from llm_serving.server.http.proxies import TrustedProxies
 from llm_serving.server.limits import (
@@ -157,12 +159,33 @@ class StreamChannel:
         cycle.on_response()
 
 
+class Refusals(Protocol):
+    """Refuses requests whose headers suffice for the decision: ``early_refusals.EarlyRefusals``."""
+
+    def response(self, url: bytes, scope: Scope) -> Response | None:
+        """Returns the response to a POST that is refused, or None if the application must be called."""
+
+
+class _RefusedCycle(RequestResponseCycle):
+    """Takes the place of uvicorn's object for the present request if the request was refused early.
+
+    It says that the response is complete. So the connection discards the body, and accepts the next request.
+    """
+
+    def __init__(self) -> None:
+        self.response_started = self.response_complete = True
+        self.message_event = asyncio.Event()
+
+
 class TrailerError(Exception):
     """The client sends headers after a chunked body."""
 
 
 class PipelinedError(Exception):
     """The client sends a request before the response to the previous one is complete."""
+
+
+_REFUSED = _RefusedCycle()
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -192,6 +215,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._silent_bytes = 0
         self._is_discarding = False
         self.channel_user: ChannelUser | None = None
+        self.refusals: Refusals | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -258,10 +282,36 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if name == REQUEST_START and self._rules.proxies.trusts(self.client):
                 sent = time.monotonic() - age_of(value, time.time())
                 self.scope[RECEIVED_AT] = min(self.scope[RECEIVED_AT], sent)  # type: ignore[literal-required]
-        super().on_headers_complete()
-        self.scope[STREAM_CHANNEL] = StreamChannel(self, self.cycle)  # type: ignore[literal-required]
+        if not self._refuse_early():
+            super().on_headers_complete()
+            self.scope[STREAM_CHANNEL] = StreamChannel(self, self.cycle)  # type: ignore[literal-required]
         self._in_body = True
         self._body_bytes = self._framing_bytes = self._silent_bytes = 0
+
+    def _refuse_early(self) -> bool:
+        """Responds to a request whose headers suffice to refuse it. Returns False if the application must be called.
+
+        Only usual requests are refused here: POST with HTTP/1.1, to a client that reads its responses.
+        """
+        parser = self.parser
+        if self.refusals is None or parser.get_method() != b"POST" or parser.get_http_version() != "1.1":
+            return False
+        if self.flow.write_paused or self.transport.is_closing() or parser.should_upgrade():
+            return False
+        response = self.refusals.response(self.url, cast(Scope, self.scope))
+        if response is None:
+            return False
+        self.cycle = _REFUSED
+        lines = [STATUS_LINE[response.status_code]]
+        for name, value in (*self.server_state.default_headers, *response.raw_headers):
+            lines += (name, b": ", value, b"\r\n")
+        keep_alive = parser.should_keep_alive()
+        lines += (b"\r\n" if keep_alive else b"connection: close\r\n\r\n", bytes(response.body))
+        self.transport.write(b"".join(lines))
+        if not keep_alive:
+            self.transport.close()
+        self.on_response_complete()
+        return True
 
     def on_body(self, body: bytes) -> None:
         self._new_body_bytes += len(body)

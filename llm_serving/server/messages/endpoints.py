@@ -81,7 +81,7 @@ async def _read(model: type[ModelT], state: ServerState, request: Request) -> Mo
 ENDPOINTS = (
     Endpoint(
         "POST", "/v1/messages", _create_message, "Anthropic: answer a conversation.", MessagesRequest,
-        '{"max_tokens": 64, "messages": [{"role": "user", "content": "Hello!"}]}',
+        '{"max_tokens": 64, "messages": [{"role": "user", "content": "Hello!"}]}', queued=True,
     ),
     Endpoint(
         "POST", "/v1/messages/count_tokens", _count_tokens, "Anthropic: the number of tokens of a conversation.",

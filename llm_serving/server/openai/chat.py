@@ -142,7 +142,7 @@ async def chat_prompt(state: ServerState, body: ChatRequest) -> Prompt:
 ENDPOINTS = (
     Endpoint(
         "POST", "/v1/chat/completions", _create_chat_completion, "OpenAI: answer a conversation.", ChatRequest,
-        '{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}',
+        '{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}', queued=True,
     ),
 )  # fmt: skip
 

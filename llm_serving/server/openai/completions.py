@@ -119,7 +119,7 @@ async def start_completion(
 ENDPOINTS = (
     Endpoint(
         "POST", "/v1/completions", _create_completion, "OpenAI: continue prompts.", CompletionRequest,
-        '{"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0}',
+        '{"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0}', queued=True,
     ),
 )  # fmt: skip
 

@@ -84,6 +84,6 @@ _EXAMPLE = '{"input": ["The fox lives by the river.", "It is noon."]}'
 _SUMMARY = "The classes of texts, with a classifier."
 
 ENDPOINTS = (
-    Endpoint("POST", "/classify", classify, _SUMMARY, ClassifyRequest, _EXAMPLE),
-    Endpoint("POST", "/v1/classify", classify, _SUMMARY, ClassifyRequest, _EXAMPLE),
+    Endpoint("POST", "/classify", classify, _SUMMARY, ClassifyRequest, _EXAMPLE, queued=True),
+    Endpoint("POST", "/v1/classify", classify, _SUMMARY, ClassifyRequest, _EXAMPLE, queued=True),
 )

@@ -91,7 +91,7 @@ async def create_embeddings(state: ServerState, request: Request) -> AnyResponse
 ENDPOINTS = (
     Endpoint(
         "POST", "/v1/embeddings", create_embeddings, "OpenAI: embeddings of texts.", EmbeddingRequest,
-        '{"input": "The fox lives by the river."}',
+        '{"input": "The fox lives by the river."}', queued=True,
     ),
 )  # fmt: skip
 

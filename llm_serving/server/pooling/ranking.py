@@ -159,11 +159,11 @@ _SCORE_SUMMARY = "Scores of pairs of texts."
 
 ENDPOINTS = (
     *(
-        Endpoint("POST", path, rerank, _RERANK_SUMMARY, RerankRequest, _RERANK_EXAMPLE)
+        Endpoint("POST", path, rerank, _RERANK_SUMMARY, RerankRequest, _RERANK_EXAMPLE, queued=True)
         for path in ("/v1/rerank", "/v2/rerank", "/rerank")
     ),
     *(
-        Endpoint("POST", path, score, _SCORE_SUMMARY, ScoreRequest, _SCORE_EXAMPLE)
+        Endpoint("POST", path, score, _SCORE_SUMMARY, ScoreRequest, _SCORE_EXAMPLE, queued=True)
         for path in ("/v1/score", "/score")
     ),
 )

@@ -136,10 +136,10 @@ async def _stream_chat(state: ServerState, request: Request) -> AnyResponse:
 _EXAMPLE = '{"request_id": "1", "query": "Hello!", "role": "user", "history": [], "gen_kwargs": {"max_new_tokens": 64}}'
 
 ENDPOINTS = (
-    Endpoint("POST", "/chat", chat, "Answer a question in a conversation.", ChatDialectRequest, _EXAMPLE),
+    Endpoint("POST", "/chat", chat, "Answer a question in a conversation.", ChatDialectRequest, _EXAMPLE, queued=True),
     Endpoint(
         "POST", "/stream_chat_post", _stream_chat,
-        "Answer a question in a conversation, piece by piece.", ChatDialectRequest, _EXAMPLE,
+        "Answer a question in a conversation, piece by piece.", ChatDialectRequest, _EXAMPLE, queued=True,
     ),
 )  # fmt: skip
 

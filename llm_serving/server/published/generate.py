@@ -118,8 +118,8 @@ ENDPOINTS = (
     Endpoint(
         "POST", "/models/{name}/generate_stream", _generate_stream, _STREAM_SUMMARY, GenerateRequest, _EXAMPLE
     ),
-    Endpoint("POST", "/generate", generate, _SUMMARY, GenerateRequest, _EXAMPLE),
-    Endpoint("POST", "/generate_stream", _generate_stream, _STREAM_SUMMARY, GenerateRequest, _EXAMPLE),
+    Endpoint("POST", "/generate", generate, _SUMMARY, GenerateRequest, _EXAMPLE, queued=True),
+    Endpoint("POST", "/generate_stream", _generate_stream, _STREAM_SUMMARY, GenerateRequest, _EXAMPLE, queued=True),
 )  # fmt: skip
 
 

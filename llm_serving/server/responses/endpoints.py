@@ -136,7 +136,7 @@ def _stored(state: ServerState, tenant: str, response_id: str, param: str) -> St
 ENDPOINTS = (
     Endpoint(
         "POST", "/v1/responses", _create_response, "OpenAI: answer an input and store the response.", ResponsesRequest,
-        '{"input": "Hello!", "max_output_tokens": 64}',
+        '{"input": "Hello!", "max_output_tokens": 64}', queued=True,
     ),
     Endpoint("GET", "/v1/responses/{response_id}", _get_response, "OpenAI: a stored response."),
     Endpoint(

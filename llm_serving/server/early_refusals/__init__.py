@@ -1,0 +1,1 @@
+"""Refuses requests that cannot be accepted now, before their body is read."""
