@@ -23,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -100,6 +100,17 @@ class _Launched:
     def note_computed(self) -> None:
         self.computed = time.perf_counter_ns()
         self.is_computed.set()
+
+
+class _DrawCheck(NamedTuple):
+    """Compares the tokens that the device has drawn in a step with those of the sampler."""
+
+    num_draws: int = 0
+    """Number of drawn tokens with which the next step was launched."""
+    num_wrong: int = 0
+    """Number of tokens of the next step that the sampler has not chosen."""
+    corrected: StepInputs | None = None
+    """The right inputs of the next step. None if its inputs are right."""
 
 
 class StepsAhead:
@@ -224,15 +235,22 @@ class StepsAhead:
     def _finish_oldest(self) -> None:
         step = self._launched.popleft()
         outcome: StepCost | Exception
-        corrected: StepInputs | None = None
+        check = _DrawCheck()
         step.is_computed.wait()
         sampling = time.perf_counter_ns()
         try:
             self._tokens.sample(step.scores, step.slot)
-            corrected = self._corrected(step)
+            check = self._check_draws(step)
             sampled = time.perf_counter_ns()
             computing = step.computed - max(step.start, self._last_computed)
-            outcome = StepCost(computing // 1000, (sampled - sampling) // 1000, step.scores.fetched_bytes)
+            outcome = StepCost(
+                computing // 1000,
+                (sampled - sampling) // 1000,
+                step.scores.fetched_bytes,
+                device_draws=check.num_draws,
+                wrong_draws=check.num_wrong,
+                second_launches=int(check.corrected is not None),
+            )
         except RuntimeError as error:
             for other in self._launched:
                 other.is_computed.wait()
@@ -241,27 +259,30 @@ class StepsAhead:
             outcome = error  # passed to ``done``, which reports the error to the server
         self._last_computed = step.computed
         step.done(outcome)
-        if corrected is not None:
-            self._launch_again(corrected)
+        if check.corrected is not None:
+            self._launch_again(check.corrected)
 
-    def _corrected(self, step: _Launched) -> StepInputs | None:
-        """Returns corrected inputs for the step that was launched after ``step``, the later step. Returns None if the
-        later step needs no correction, or if there is none.
+    def _check_draws(self, step: _Launched) -> _DrawCheck:
+        """Compares the tokens with which the step after ``step``, the later step, was launched with those of the host.
 
         The later step needs a correction if one of its input tokens was drawn by the device, and the host has then
         chosen another token. A sequence whose logits are not finite is ignored, because no client sees its next token.
         """
         later = self._launched[0] if self._launched else None
-        if later is None or later.inserted is None or not step.is_drawn.any():
-            return None
+        if later is None or later.inserted is None:
+            return _DrawCheck()
         is_inserted = later.inserted.mask != 0
         places = later.inserted.places[is_inserted]
-        sampled, drawn = step.slot.sampled_ids[places], step.scores.chosen()[places]
-        if not ((sampled != drawn) & (sampled >= 0)).any():
-            return None
+        num_draws = int(step.is_drawn[places].sum())
+        if not num_draws:
+            return _DrawCheck()
+        sampled, chosen = step.slot.sampled_ids[places], step.scores.chosen()[places]
+        num_wrong = int(((sampled != chosen) & (sampled >= 0)).sum())
+        if not num_wrong:
+            return _DrawCheck(num_draws)
         inputs = later.inputs.copy()
         inputs.token_ids[is_inserted] = np.maximum(sampled, 0)
-        return inputs
+        return _DrawCheck(num_draws, num_wrong, inputs)
 
     def _launch_again(self, inputs: StepInputs) -> None:
         """Launches the only step that is not sampled again, with the right inputs. Its first launch becomes void."""

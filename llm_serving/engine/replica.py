@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import Any
 
 from llm_serving.constraints.step_masks import StepMasks
+from llm_serving.engine.draw_watch import DrawWatch
 from llm_serving.engine.state_line import StateLine
 from llm_serving.engine.step_traces import trace_step
 from llm_serving.engine.text_streams import TextStreams
@@ -89,6 +90,7 @@ class Replica:
         self._num_just_sent = 0
         self._preemptions_reported = 0
         self._swaps_reported = 0
+        self._draw_watch = DrawWatch()
 
     @property
     def has_steps(self) -> bool:
@@ -139,6 +141,8 @@ class Replica:
             )
         if broken := broken_requests(result, updates):
             self._note_not_finite(step, result, broken, now)
+        if result.device_draws and (second_launches := self._draw_watch.note(result)):
+            self._warn_of_draws(second_launches)
         began = perf_counter()
         make_outputs = self._texts.outputs_of_drafts if step.num_drafts else self._texts.outputs
         outputs = make_outputs(updates, result, now)
@@ -183,6 +187,16 @@ class Replica:
         else:
             reason = f"step {step.seq} has no sequence with finite logits, of {len(request_ids)}"
             self.executor.distrust("logits", reason, step.seq)
+
+    def _warn_of_draws(self, second_launches: int) -> None:
+        self._log.warning(
+            "the device often draws other tokens than the sampler, so steps are launched again; set "
+            "scheduler_config.decode_steps_ahead to 0 if requests are faster without steps ahead",
+            event="device_draws_differ",
+            second_launches=second_launches,
+            steps=self._draw_watch.window,
+            **self.log_fields,
+        )
 
     def send_steps(self, now: float) -> list[RequestOutput]:
         """Sends every step that can be scheduled. Returns the last piece of output of each request that ended, because

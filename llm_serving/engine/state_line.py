@@ -32,6 +32,8 @@ class StateLine:
         self._tokens[step.kind] += step.num_tokens
         self._output_tokens += num_output_tokens
         self._fetched_bytes += result.fetched_bytes
+        self._device_draws += result.device_draws
+        self._second_launches += result.second_launches
         if step.num_drafts and result.sampled_ids:
             self._draft_tokens += step.num_drafts
             self._accepted_tokens += step.num_drafts - result.sampled_ids.count(REJECTED)
@@ -67,6 +69,8 @@ class StateLine:
             "prefix_hit_tokens": figures.prefix_hit_tokens - last.prefix_hit_tokens,
             "prefix_query_tokens": figures.prefix_query_tokens - last.prefix_query_tokens,
             "fetched_bytes": self._fetched_bytes,
+            "device_draws": self._device_draws,
+            "second_launches": self._second_launches,
             "draft_tokens": self._draft_tokens,
             "accepted_draft_tokens": self._accepted_tokens,
         }
@@ -79,3 +83,4 @@ class StateLine:
         self._steps = dict.fromkeys(StepKind, 0)
         self._tokens = dict.fromkeys(StepKind, 0)
         self._output_tokens = self._fetched_bytes = self._draft_tokens = self._accepted_tokens = 0
+        self._device_draws = self._second_launches = 0

@@ -117,4 +117,7 @@ def _longest(replies: list[StepDone]) -> StepDone:
         graph_us=max(each.graph_us for each in replies),
         sample_us=max(each.sample_us for each in replies),
         fetched_bytes=sum(each.fetched_bytes for each in replies),
+        device_draws=max(each.device_draws for each in replies),
+        wrong_draws=max(each.wrong_draws for each in replies),
+        second_launches=max(each.second_launches for each in replies),
     )

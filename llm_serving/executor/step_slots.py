@@ -431,6 +431,9 @@ def _read_result(slot: StepSlot, done: StepDone) -> StepResult:
         checked_row=slot.checked_row > 0,
         fetched_bytes=done.fetched_bytes,
         draft_us=done.draft_us,
+        device_draws=done.device_draws,
+        wrong_draws=done.wrong_draws,
+        second_launches=done.second_launches,
         drafts=_read_drafts(slot) if slot.num_wanted else None,
     )
 

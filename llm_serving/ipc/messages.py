@@ -34,7 +34,7 @@ import msgspec
 
 from llm_serving.errors import ProtocolError
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 NONCE_BYTES = 16
 
 UInt = Annotated[int, msgspec.Meta(ge=0)]
@@ -247,7 +247,9 @@ class StepDone(Message, frozen=True, tag="step_done"):
     ``queue_us``, ``graph_us`` and ``sample_us`` are the microseconds that the step spent in the task queue, in the
     graph and in the sampler. ``graph_us`` includes the block moves before the graph. ``fetched_bytes`` is the number of
     bytes that were copied from the device to choose the tokens. ``draft_us`` is the time of the draft model, a part of
-    ``sample_us``.
+    ``sample_us``. ``device_draws`` is the number of tokens that the device has drawn and with which the next step was
+    launched ahead. ``wrong_draws`` is the number of these tokens that the sampler has not chosen.
+    ``second_launches`` is 1 if the next step was launched again for this reason, otherwise 0.
     """
 
     seq: UInt
@@ -258,6 +260,9 @@ class StepDone(Message, frozen=True, tag="step_done"):
     sample_us: UInt = 0
     fetched_bytes: UInt = 0
     draft_us: UInt = 0
+    device_draws: UInt = 0
+    wrong_draws: UInt = 0
+    second_launches: UInt = 0
 
 
 class StepFailed(Message, frozen=True, tag="step_failed"):

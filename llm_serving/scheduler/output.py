@@ -202,6 +202,12 @@ class StepResult:
     """Bytes that the agents copied from their devices to choose the tokens."""
     draft_us: int = 0
     """Microseconds in which the draft model made drafts. They are a part of ``sample_us``."""
+    device_draws: int = 0
+    """Number of tokens that the device has drawn, and with which the next step was launched ahead."""
+    wrong_draws: int = 0
+    """Number of ``device_draws`` that the sampler has not chosen."""
+    second_launches: int = 0
+    """1 if the next step was launched again, because it was computed with a wrong token. Otherwise 0."""
     drafts: list[list[int]] | None = None
     """[S] Drafts of the next tokens of each sequence, by the draft model. None if the step wanted none."""
 

@@ -219,6 +219,16 @@ EVENTS: Mapping[str, LogEvent] = {
             **_REPLICA,
         },
     ),
+    "device_draws_differ": LogEvent(
+        "A device often draws other tokens than the host's sampler. The text stays right, but each second launch takes "
+        "the time of a step. The next line comes after a window with fewer second launches.",
+        {
+            "message": "the finding and the remedy",
+            "second_launches": "steps of the window that were launched again",
+            "steps": "steps of the window that were launched ahead with drawn tokens",
+            **_REPLICA,
+        },
+    ),
     "hand_over_missed": LogEvent(
         "Blocks from the hand-over pool had another header or other bytes than expected. Their request is computed "
         "again.",
@@ -335,6 +345,8 @@ EVENTS: Mapping[str, LogEvent] = {
             "prefix_hit_tokens": "prompt tokens found in the prefix cache",
             "prefix_query_tokens": "prompt tokens looked up in the prefix cache",
             "fetched_bytes": "bytes copied from devices to choose tokens; 0 with fused operators",
+            "device_draws": "tokens drawn by devices with which the next step was launched ahead",
+            "second_launches": "steps that were launched again, because a device had drawn a wrong token",
             "draft_tokens": "drafts (guesses of tokens) that steps verified",
             "accepted_draft_tokens": "drafts that were right",
         },

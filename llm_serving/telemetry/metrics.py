@@ -103,6 +103,15 @@ class Metrics:
         self._fetched_bytes = counter(
             "llm_serving_fetched_bytes", "Bytes copied from devices to choose tokens; 0 with fused operators."
         )
+        self._device_draws = counter(
+            "llm_serving_device_draws", "Tokens drawn by devices with which the next step was launched ahead."
+        )
+        self._wrong_draws = counter(
+            "llm_serving_wrong_device_draws", "Tokens drawn by devices that the sampler has not chosen."
+        )
+        self._second_launches = counter(
+            "llm_serving_second_launches", "Steps that were launched again, because a device had drawn a wrong token."
+        )
         self._not_finite = counter(
             "llm_serving_sequences_not_finite", "Sequences that ended because their logits were NaN or infinite."
         )
@@ -238,6 +247,10 @@ class Metrics:
             self.self_check("row", "passed")
         if result.fetched_bytes:
             self._fetched_bytes.inc(result.fetched_bytes)
+        if result.device_draws:
+            self._device_draws.inc(result.device_draws)
+            self._wrong_draws.inc(result.wrong_draws)
+            self._second_launches.inc(result.second_launches)
 
     def sequences_not_finite(self, count: int) -> None:
         """Counts sequences that ended because their logits were not finite."""

@@ -27,7 +27,7 @@ AGENT_MESSAGES = [
     messages.Progress(stage="load weights", done=1, total=3),
     messages.Ready(summary={"device": "CPU", "threads": 2, "seconds": 1.5}),
     messages.Failed(error="no", traceback="where"),
-    messages.StepDone(seq=1, slot=0, queue_us=5, graph_us=6, sample_us=7, fetched_bytes=8),
+    messages.StepDone(seq=1, slot=0, queue_us=5, graph_us=6, device_draws=9, wrong_draws=2, second_launches=1),
     messages.StepFailed(seq=1, slot=0, error="no"),
     messages.StatusReply(seq=5, steps=3, queued=0, rss_bytes=1),
 ]

@@ -75,6 +75,8 @@ class EngineState(msgspec.Struct):
     prefix_query_tokens: Count = 0
     preemptions: Count = 0
     fetched_bytes: Count = 0
+    device_draws: Count = 0
+    second_launches: Count = 0
     draft_tokens: Count = 0
     accepted_draft_tokens: Count = 0
 
