@@ -23,7 +23,7 @@ from agent.lora.store import AdapterStore
 from agent.mask_gate import LogitBias, MaskGate
 from agent.model_loading import LoadedModel
 from agent.model_start import ModelStart
-from agent.model_summary import describe_fusions, describe_model
+from agent.model_summary import describe_fusions, describe_model, describe_steps_ahead
 from agent.pooling.pooler import Pooler
 from agent.profiling import Profiling
 from agent.row_check import RowCheck
@@ -139,18 +139,20 @@ class ModelRunner:
         )
         if self._drafter is not None:
             self._drafter.load(lambda done, of: self._report("load the draft model", done, of), self._model)
-        elif (
-            not self._entry.load(self._model, self.tiles)
-            and self._model.ops.traits.runs_ahead
-            and self._part.may_run_ahead
-        ):
-            reader = StepReader(self._config, self._config.max_num_seqs)
-            self._readers.append(reader)
-            self.ahead = StepsAhead(self, reader, self._made_last_tokens())
+        elif not self._entry.load(self._model, self.tiles):
+            self.ahead = self._made_steps_ahead(self._model)
         if self.hand_over_pool is not None:
             own = [] if self._drafter is None else self._drafter.handed_arrays
             self._handed = HandedBlocks(self.hand_over_pool, [*self._model.kv_cache.block_arrays, *own])
         self._seconds["load"] = time.perf_counter() - start
+
+    def _made_steps_ahead(self, model: LoadedModel) -> StepsAhead | None:
+        if not model.ops.traits.runs_ahead or not self._part.may_run_ahead:
+            return None
+        assert model.ops.states is None, "a second launch of a step would update recurrent states twice"
+        reader = StepReader(self._config, self._config.max_num_seqs)
+        self._readers.append(reader)
+        return StepsAhead(self, reader, self._made_last_tokens())
 
     def _made_last_tokens(self) -> LastTokens:
         if self._last_tokens is None:
@@ -222,6 +224,7 @@ class ModelRunner:
         summary = describe_model(self._config, self._part, self._model)
         if self._drafter is not None:
             summary |= self._drafter.summary()
+        summary |= describe_steps_ahead(self._part, self._model, is_on=self.ahead is not None)
         summary["start"] = "stored program" if self._start.is_stored else "compiled"
         summary |= describe_fusions(self._config, self._model.ops, self._graph)
         return summary | {f"{stage}_seconds": round(seconds, 3) for stage, seconds in self._seconds.items()}

@@ -41,6 +41,17 @@ def describe_model(config: Config, part: ModelPart, model: LoadedModel) -> dict[
     return summary
 
 
+def describe_steps_ahead(part: ModelPart, model: LoadedModel, *, is_on: bool) -> dict[str, str]:
+    """Returns whether steps are launched ahead (``agent.run_ahead``), or why not.
+
+    The result is empty on a device that cannot launch ahead.
+    """
+    if not model.ops.traits.runs_ahead:
+        return {}
+    reason = part.why_not_ahead or "the draft model needs the tokens of each step"
+    return {"steps_ahead": "on" if is_on else f"off: {reason}"}
+
+
 def describe_fusions(config: Config, ops: OpTable, graph: StepGraph | None) -> dict[str, str]:
     """Returns a description of the graph-kernel fusions in this process (``context.enable_graph_kernel``)."""
     if not config.context.enable_graph_kernel:

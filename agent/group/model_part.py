@@ -53,12 +53,22 @@ class ModelPart:
 
     @property
     def may_run_ahead(self) -> bool:
-        """True if a step of this agent may be launched before the host has the tokens of the previous step.
+        """True if a step of this agent may be launched before the host has the tokens of the previous step."""
+        return not self.why_not_ahead
 
-        False for the stages of a pipeline, because their activations pass through host memory. False for agents that
-        pool, because they sample no tokens. False for a model that reads images, because the host embeds the tokens.
+    @property
+    def why_not_ahead(self) -> str:
+        """The reason why each step of this agent waits for the tokens of the previous step. Empty if it need not wait.
         """
-        return self.parallel.pipeline_parallel == 1 and not self.pools and self.whole.vision is None
+        if self.parallel.pipeline_parallel > 1:
+            return "the activations of a pipeline's stages pass through host memory"
+        if self.pools:
+            return "a model that pools samples no tokens"
+        if self.whole.vision is not None:
+            return "the host embeds the tokens of a model that reads images"
+        if self.whole.delta is not None:
+            return "a second launch would update the recurrent states of linear attention twice"
+        return ""
 
     @property
     def member(self) -> int:
