@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from agent.backends.cpu import native
 from agent.backends.cpu.native import NativeCpuHooks, NativeCpuOps
-from agent.backends.device import DeviceTraits
+from agent.backends.device import DeviceHooks, DeviceTraits
 from agent.backends.launch import Launch, OnDevice
+from agent.device_sampling import SamplingGraphs
 from agent.group.model_part import ModelPart
 from agent.lora.stacked import StackedSizes
+from agent.run_ahead.draws import DrawColumn
+from agent.step_graph import dynamic
 from agent.weights.forms import LinearForms
 from performance.artificial_device.queue import ArtificialDevice
 
@@ -28,6 +31,40 @@ class ArtificialHooks(NativeCpuHooks):
 
     def launch(self, run: Callable[[], tuple[OnDevice, ...]], fetched: slice) -> Launch:
         return self.device.launch(run, fetched)
+
+
+class ArtificialSampling(SamplingGraphs):
+    """The graphs of sampling, whose launches have names on the artificial device.
+
+    A wrong launch of draws (``ArtificialDevice.wrong_every``) draws with other random numbers.
+    """
+
+    def __init__(
+        self, vocab_size: int, part: ModelPart | None, hooks: ArtificialHooks, *, draws: bool = False
+    ) -> None:
+        super().__init__(vocab_size, part, hooks, draws=draws)
+        self._device = hooks.device
+
+    def run_candidates(self, *arguments: Any) -> Launch:
+        with self._device.sampling("candidates"):
+            return super().run_candidates(*arguments)
+
+    def run_draws(self, step: Launch, candidates: Launch, draws: Any) -> Launch:
+        if self._device.is_wrong_draw():
+            draws = draws.copy()
+            draws[:, DrawColumn.NUMBER] = (draws[:, DrawColumn.NUMBER] + 0.5) % 1
+        with self._device.sampling("draws"):
+            return super().run_draws(step, candidates, draws)
+
+    def run_rows(self, *arguments: Any) -> Launch:
+        with self._device.sampling("rows"):
+            return super().run_rows(*arguments)
+
+
+def _sampling_graphs(vocab_size: int, part: ModelPart | None, hooks: DeviceHooks, *, draws: bool) -> SamplingGraphs:
+    if isinstance(hooks, ArtificialHooks):
+        return ArtificialSampling(vocab_size, part, hooks, draws=draws)
+    return SamplingGraphs(vocab_size, part, hooks, draws=draws)
 
 
 class ArtificialOps(NativeCpuOps):
@@ -64,3 +101,4 @@ def use_artificial_device(device: ArtificialDevice, *, runs_ahead: bool = True) 
 
     Ops.device = device
     native.NativeCpuOps = Ops  # type: ignore[misc]
+    dynamic.SamplingGraphs = _sampling_graphs  # type: ignore[assignment, misc]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -18,12 +19,18 @@ SPIN_S = 0.0002
 """A thread spins instead of sleeping for the last ``SPIN_S`` seconds of a delay, because a sleep ends late."""
 
 
+STEP = "step"
+"""The name of the launches of step graphs. The launches of sampling have the names of their graphs."""
+
+
 @dataclass(slots=True)
 class Busy:
     """A period in which the device ran a launch, in seconds of ``time.perf_counter``."""
 
     start: float
     end: float
+    graph: str = STEP
+    """The name of the launched graph."""
 
 
 class QueuedLaunch(Launch):
@@ -73,9 +80,17 @@ class ArtificialDevice:
     """Runs launches one after the other in its own thread, which never ends."""
 
     device_s: float = 0.0
-    """Minimum seconds that a launch takes on the device."""
+    """Minimum seconds that a step graph takes on the device."""
     launch_s: float = 0.0
-    """Minimum seconds that the host needs for a launch."""
+    """Minimum seconds that the host needs to launch a step graph."""
+    sampling_device_s: float = 0.0
+    """Minimum seconds that each graph of sampling takes on the device."""
+    sampling_launch_s: float = 0.0
+    """Minimum seconds that the host needs to launch a graph of sampling."""
+    wrong_every: int = 0
+    """Every launch of draws whose number is a multiple of this one draws wrong tokens. 0: none."""
+    are_wrong: list[bool] = field(default_factory=list)
+    """Whether each launch of draws was wrong."""
     captures: bool = False
     """Whether launches whose results have equal shapes share the memory of their results, like launches that MindSpore
     has captured.
@@ -84,20 +99,36 @@ class ArtificialDevice:
     """The periods in which the device was busy, one for each launch."""
 
     def __post_init__(self) -> None:
-        self._waiting: SimpleQueue[tuple[Run, QueuedLaunch]] = SimpleQueue()
+        self._waiting: SimpleQueue[tuple[Run, QueuedLaunch, str]] = SimpleQueue()
         self._memory: dict[tuple[object, ...], tuple[Array, ...]] = {}
+        self._graph = STEP
         threading.Thread(target=self._serve, name="artificial-device", daemon=True).start()
 
     def launch(self, run: Run, fetched: slice) -> QueuedLaunch:
         """Queues a launch. The device's thread later calls ``run`` and stores the results in the device's memory."""
         start, launch = time.perf_counter(), QueuedLaunch(fetched)
-        sleep_until(start + self.launch_s)
-        self._waiting.put((run, launch))
+        sleep_until(start + (self.launch_s if self._graph == STEP else self.sampling_launch_s))
+        self._waiting.put((run, launch, self._graph))
         return launch
+
+    @contextmanager
+    def sampling(self, graph: str) -> Iterator[None]:
+        """Lets the launches inside the ``with`` block count as launches of ``graph``, a graph of sampling."""
+        self._graph = graph
+        try:
+            yield
+        finally:
+            self._graph = STEP
+
+    def is_wrong_draw(self) -> bool:
+        """Counts a launch of draws. Returns whether its tokens must be wrong."""
+        number = len(self.are_wrong) + 1
+        self.are_wrong.append(self.wrong_every > 0 and number % self.wrong_every == 0)
+        return self.are_wrong[-1]
 
     def _serve(self) -> None:
         while True:
-            run, launch = self._waiting.get()
+            run, launch, graph = self._waiting.get()
             start = time.perf_counter()
             results: tuple[Array, ...] = ()
             error = None
@@ -105,8 +136,8 @@ class ArtificialDevice:
                 results = self._stored(tuple(map(as_array, run())))
             except Exception as problem:
                 error = problem
-            sleep_until(start + self.device_s)
-            self.periods.append(Busy(start, time.perf_counter()))
+            sleep_until(start + (self.device_s if graph == STEP else self.sampling_device_s))
+            self.periods.append(Busy(start, time.perf_counter(), graph))
             launch.finish(results, error)
 
     def _stored(self, results: tuple[Array, ...]) -> tuple[Array, ...]:

@@ -7,6 +7,11 @@ waits for the result of each step. The period is the time from the end of one st
 ahead, the period should be equal to the device's time for a step. Both times are medians, so that other programs on the
 machine disturb them less. The exit code is 1 if the period exceeds --limit times the device's time.
 
+With --temperature, a step also launches the graphs that find candidates and draw tokens. They take an eighth of the
+device's time and a third of the host's time for launches. If the device draws a wrong token, the next step is launched
+again, which also takes device time. --wrong-every makes the device draw wrong tokens. The figure "ms a step" is the
+mean time of a completed step, so it includes second launches.
+
 With --tensor-parallel, several agents share the model, each with its own artificial device. The figures are those of
 the first agent, which samples. Its device also waits for the sums of the other devices.
 """
@@ -20,12 +25,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from agent.backends.runtime import start_runtime
 from agent.model_runner import ModelRunner
@@ -36,18 +43,56 @@ from llm_serving.config import Config, load_config
 from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
 from llm_serving.ipc.messages import Decode, Shutdown, StepDone
 from llm_serving.ipc.shm import LAST_TOKEN, NUM_SLOTS
-from performance.artificial_device.queue import ArtificialDevice, Busy, sleep_until
+from performance.artificial_device.queue import STEP, ArtificialDevice, Busy, sleep_until
 from performance.program import exits_with_errors, new_parser, write_json
 from performance.terminal import format_table
 
 WARM_STEPS = 20
 CONTEXT, SEQUENCES, IN_FLIGHT = 64, 4, 2
 RUNS_AHEAD = (True, False)
+HEAD = ("steps ahead", "device ms", "period ms", "period / device", "ms a step", "second launches")
 PROGRAM = Path(__file__).resolve().parents[1] / "bench_step_ahead.py"
 TRACED = 4
 """Number of steps in the trace."""
+SAMPLING_GRAPHS = 2
+"""Number of graphs that sampling with a temperature launches in each step: candidates and draws."""
+SAMPLING_DEVICE, SAMPLING_HOST = 1 / 8, 1 / 3
+"""The part of a step's device time, and of its launch time on the host, that these graphs take together."""
+WORK = {
+    STEP: "device computes a step",
+    "candidates": "device finds candidates",
+    "draws": "device draws tokens",
+    "rows": "device copies logits",
+}
 Span = tuple[float, float, str]
 """Start and end in seconds of ``time.perf_counter``, and the work that was done."""
+
+
+@dataclass
+class Measured:
+    """The measured times of a run, and the number of steps that were launched again."""
+
+    spans: list[Span] = field(default_factory=list)
+    """The spans in which the host worked."""
+    periods: list[Busy] = field(default_factory=list)
+    """The periods in which the device was busy, in their order."""
+    second_launches: int = 0
+    seconds: float = 0.0
+    """The time from the end of the first step to the end of the last."""
+
+    def device_steps(self) -> list[tuple[float, float]]:
+        """Returns, for each launch of a step, the seconds in which the device was busy, and the time of its end.
+
+        They include the graphs of sampling that follow the step in the device's queue.
+        """
+        steps: list[tuple[float, float]] = []
+        for each in self.periods:
+            seconds = each.end - each.start
+            if each.graph == STEP:
+                steps.append((seconds, each.end))
+            elif steps:
+                steps[-1] = (steps[-1][0] + seconds, each.end)
+        return steps
 
 
 @exits_with_errors
@@ -76,19 +121,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return report(parsed, measured)
 
 
-def report(parsed: argparse.Namespace, measured: Sequence[tuple[list[Span], list[Busy]]]) -> int:
+def report(parsed: argparse.Namespace, measured: Sequence[Measured]) -> int:
     """Prints the figures of the run with steps ahead and of the run without. Returns the exit code of ``main``."""
     rows, results = [], []
-    for runs_ahead, (spans, periods) in zip(RUNS_AHEAD, measured, strict=True):
-        busy = median(each.end - each.start for each in periods)
-        period = median(after.end - before.end for before, after in pairwise(periods))
-        results.append({"runs_ahead": runs_ahead, "device_ms": 1000 * busy, "period_ms": 1000 * period})
-        figures = (1000 * busy, 1000 * period, period / busy)
-        rows.append(["yes" if runs_ahead else "no", *(f"{figure:.3f}" for figure in figures)])
+    for runs_ahead, each in zip(RUNS_AHEAD, measured, strict=True):
+        steps = each.device_steps()
+        busy = median(seconds for seconds, _ in steps)
+        period = median(after - before for (_, before), (_, after) in pairwise(steps))
+        mean = each.seconds / (parsed.steps - 1)
+        figures = {"device_ms": 1000 * busy, "period_ms": 1000 * period, "step_ms": 1000 * mean}
+        results.append({"runs_ahead": runs_ahead, **figures, "second_launches": each.second_launches})
+        numbers = (figures["device_ms"], figures["period_ms"], period / busy, figures["step_ms"])
+        rows.append(
+            ["yes" if runs_ahead else "no", *(f"{number:.3f}" for number in numbers), str(each.second_launches)]
+        )
         if parsed.trace and runs_ahead:
-            print(timeline(spans, periods))
-    print(format_table(["steps ahead", "device ms", "period ms", "period / device"], rows))
-    write_json(parsed.json, {"device_ms": parsed.device_ms, "host_ms": parsed.host_ms, "results": results})
+            print(timeline(each))
+    print(format_table(HEAD, rows))
+    given = {"device_ms": parsed.device_ms, "host_ms": parsed.host_ms, "temperature": parsed.temperature}
+    write_json(parsed.json, {**given, "results": results})
     ratio = results[0]["period_ms"] / results[0]["device_ms"]
     return 1 if ratio > parsed.limit else 0
 
@@ -100,6 +151,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--host-ms", type=float, default=3.0, help="time of a step on the host (default 3)")
     parser.add_argument("--steps", type=int, default=200, help="number of measured steps (default 200)")
     parser.add_argument("--limit", type=float, default=1.04, help="largest period / device time (default 1.04)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="temperature of all sequences (default 0)")
+    parser.add_argument("--top-k", type=int, default=50, help="top_k of all sequences with a temperature (default 50)")
+    parser.add_argument(
+        "--wrong-every", type=int, default=0, metavar="N", help="every Nth launch of draws is wrong (default 0: none)"
+    )
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="number of agents (default 1)")
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--exchanges", nargs=len(RUNS_AHEAD), help=argparse.SUPPRESS)
@@ -136,25 +192,55 @@ def other_agents(config: Config, parsed: argparse.Namespace, arguments: Sequence
 
 def measure(
     config: Config, options: argparse.Namespace, exchange_name: str | None, *, runs_ahead: bool
-) -> tuple[list[Span], list[Busy]]:
-    """Runs the steps. Returns the spans in which the host worked, and the periods in which the device was busy.
+) -> Measured:
+    """Runs the steps with and without steps ahead, and returns the times.
 
     ``exchange_name`` is the name of the shared memory through which the agents of a group add their arrays. None: this
     agent has the whole model.
     """
+    device = ArtificialDevice()
+    runner = started_runner(config, device, exchange_name, options.rank, runs_ahead=runs_ahead)
+    measured = Measured(periods=device.periods)
+    note_launches(runner, measured.spans)
+    run_steps(config, runner, WARM_STEPS, Measured(), options)
+    measured.spans.clear()
+    device.periods.clear()
+    slow_down(device, options)
+    run_steps(config, runner, options.steps, measured, options, answer_s=options.host_ms / 1000 / 3)
+    return measured
+
+
+def slow_down(device: ArtificialDevice, options: argparse.Namespace) -> None:
+    """Lets the launches of a step take the times of the options on device and host."""
+    device_s, launch_s = options.device_ms / 1000, options.host_ms / 1000 * 2 / 3
+    if options.temperature > 0:
+        device.sampling_device_s = device_s * SAMPLING_DEVICE / SAMPLING_GRAPHS
+        device.sampling_launch_s = launch_s * SAMPLING_HOST / SAMPLING_GRAPHS
+    device.device_s = device_s - SAMPLING_GRAPHS * device.sampling_device_s
+    device.launch_s = launch_s - SAMPLING_GRAPHS * device.sampling_launch_s
+    device.wrong_every = options.wrong_every
+
+
+def started_runner(
+    config: Config, device: ArtificialDevice, exchange_name: str | None, rank: int, *, runs_ahead: bool
+) -> ModelRunner:
+    """Returns a model runner, ready for steps, whose graphs run on ``device``."""
     from performance.artificial_device.ops import use_artificial_device  # imported here, as it imports mindspore
 
-    device = ArtificialDevice()
     use_artificial_device(device, runs_ahead=runs_ahead)
     exchange = None
     if exchange_name is not None:
         layout = ExchangeLayout.of(config.shape, config.slot_limits(), config.parallel_config)
         exchange = ExchangeMemory.attach(exchange_name, layout)
-    runner = ModelRunner(config, lambda *_: None, options.rank, exchange)
+    runner = ModelRunner(config, lambda *_: None, rank, exchange)
     runner.load()
     runner.compile()
     runner.warm_up()
-    spans: list[Span] = []
+    return runner
+
+
+def note_launches(runner: ModelRunner, spans: list[Span]) -> None:
+    """Adds the span of each launch of a step graph to ``spans``."""
     launch = runner.step_graph().run
 
     def noted_launch(*arguments: Any) -> Any:
@@ -164,30 +250,27 @@ def measure(
         return scores
 
     runner.step_graph().run = noted_launch  # type: ignore[method-assign]
-    run_steps(config, runner, WARM_STEPS, lambda: None)
-    spans.clear()
-    device.periods.clear()
-    device.device_s, device.launch_s = options.device_ms / 1000, options.host_ms / 1000 * 2 / 3
-    run_steps(config, runner, options.steps, partial(_answer, options.host_ms / 1000 / 3, spans))
-    return spans, device.periods
 
 
-def _answer(seconds: float, spans: list[Span]) -> None:
-    start = time.perf_counter()
-    sleep_until(start + seconds)
-    spans.append((start, time.perf_counter(), "host answers a step"))
-
-
-def run_steps(config: Config, runner: ModelRunner, number: int, answer: Any) -> None:
-    """Runs ``number`` greedy decode steps in an agent's worker. The device's thread calls ``answer`` after each step.
+def run_steps(
+    config: Config,
+    runner: ModelRunner,
+    number: int,
+    measured: Measured,
+    options: argparse.Namespace,
+    answer_s: float = 0.0,
+) -> None:
+    """Runs ``number`` decode steps in an agent's worker. Adds the spans of the answers and the second launches to
+    ``measured``. The host needs ``answer_s`` for the result of a step.
     """
-    slots = [_slot(config) for _ in range(NUM_SLOTS)]
-    queue, state = TaskQueue("fcfs", max_steps=NUM_SLOTS), SimpleNamespace(sent=0, done=0)
+    slots = [_slot(config, options) for _ in range(NUM_SLOTS)]
+    queue, state = TaskQueue("fcfs", max_steps=NUM_SLOTS), SimpleNamespace(sent=0, done=0, first=0.0)
 
     def send_next() -> None:
         if state.sent < number:
             slot = slots[state.sent % NUM_SLOTS]
             slot.header[1] = state.sent
+            slot.sample_position[:SEQUENCES] = state.sent
             if state.sent > 0:
                 slot.token_ids[:SEQUENCES] = LAST_TOKEN
             queue.put(Decode(seq=state.sent, slot=state.sent % NUM_SLOTS))
@@ -195,7 +278,12 @@ def run_steps(config: Config, runner: ModelRunner, number: int, answer: Any) -> 
 
     def answered(message: Any) -> None:
         assert isinstance(message, StepDone), message
-        answer()
+        start = time.perf_counter()
+        sleep_until(start + answer_s)
+        measured.spans.append((start, time.perf_counter(), "host answers a step"))
+        state.first = state.first or start
+        measured.seconds = start - state.first
+        measured.second_launches += message.second_launches
         state.done += 1
         send_next()
         if state.done == number:
@@ -207,18 +295,26 @@ def run_steps(config: Config, runner: ModelRunner, number: int, answer: Any) -> 
     worker._serve(SimpleNamespace(slots=slots), runner)  # type: ignore[arg-type]
 
 
-def _slot(config: Config) -> Any:
+def _slot(config: Config, options: argparse.Namespace) -> Any:
     slot = make_step(config, [1] * SEQUENCES, [CONTEXT] * SEQUENCES)
     slot.num_top_logits[:SEQUENCES] = -1
+    if options.temperature > 0:
+        slot.arrays["temperature"][:SEQUENCES] = options.temperature
+        slot.arrays["top_k"][:SEQUENCES] = options.top_k
+        slot.arrays["seed"][:SEQUENCES] = np.arange(SEQUENCES)
     return slot
 
 
-def timeline(spans: Sequence[Span], periods: Sequence[Busy]) -> str:
+def events_of(measured: Measured) -> list[Span]:
+    """Returns the spans in which host and device worked, in the order of their starts."""
+    return sorted([*measured.spans, *((each.start, each.end, WORK[each.graph]) for each in measured.periods)])
+
+
+def timeline(measured: Measured) -> str:
     """Returns a table of what host and device did in the last steps, in the order of time."""
-    periods = periods[-TRACED:]
-    origin = periods[0].start
-    everything = [*spans, *((each.start, each.end, "device computes a step") for each in periods)]
-    shown = sorted(span for span in everything if origin <= span[0] <= periods[-1].end)
+    steps = [each for each in measured.periods if each.graph == STEP][-TRACED:]
+    origin, end = steps[0].start, measured.periods[-1].end
+    shown = [span for span in events_of(measured) if origin <= span[0] <= end]
     rows = [[f"{1000 * (start - origin):.2f}", f"{1000 * (end - origin):.2f}", what] for start, end, what in shown]
     return format_table(["from ms", "to ms", "what"], rows)
 

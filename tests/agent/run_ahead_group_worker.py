@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("", "agent"))]
 
 from group_program import print_models, start_driver  # noqa: E402
-from run_ahead_program import alternating_plan, greedy_plan, mixed_plan, pad, run_steps  # noqa: E402
+from run_ahead_program import alternating_plan, drawn_sampling, greedy_plan, mixed_plan, pad, plan, run_steps  # noqa: E402
 from step_driver import Part, StepDriver, blocks_for  # noqa: E402
 
 from agent.row_check import RowCheckError  # noqa: E402
@@ -50,13 +50,14 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
         "greedy": run_steps(driver, greedy_plan()),
         "mixed": run_steps(driver, mixed_plan()),
         "alternating": run_steps(driver, alternating_plan()),
+        "drawn": run_steps(driver, list(plan(drawn_sampling))),
     }
     found["copied"] = sorted(copied, key=str)
     found["checked"] = run_checked(driver)
     if model["name"] == "ahead":
         device.captures = True
         pad(driver)
-        captured = {"greedy": greedy_plan(), "alternating": alternating_plan()}
+        captured = {"greedy": greedy_plan(), "alternating": alternating_plan(), "drawn": list(plan(drawn_sampling))}
         found["captured"] = {name: run_steps(driver, steps) for name, steps in captured.items()}
     for reader in driver.runner._readers:
         reader._num_blocks *= 2**20  # the readers then accept numbers of blocks that do not exist

@@ -12,7 +12,6 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +25,6 @@ from adapted_driver import load_adapter  # noqa: E402
 from step_driver import Move, Part, StepDriver, blocks_for  # noqa: E402
 
 from agent.backends.runtime import start_runtime  # noqa: E402
-from agent.run_ahead.draws import DrawColumn  # noqa: E402
 from agent.task_queue import TaskQueue  # noqa: E402
 from agent.worker import Worker  # noqa: E402
 from llm_serving.config import Config  # noqa: E402
@@ -146,6 +144,7 @@ def run_steps(driver: StepDriver, steps: list[Step], spoil: int = -1) -> dict[st
         results[message.seq] = {
             "error": error.split(" its inputs")[0], "tokens": tokens, "digest": digest,
             "fetched": getattr(message, "fetched_bytes", 0),
+            "draws": [getattr(message, name, 0) for name in ("device_draws", "wrong_draws", "second_launches")],
         }  # fmt: skip
         events.append(f"done {message.seq}")
         send_next()
@@ -223,15 +222,13 @@ def run_captured(drivers: Pair) -> dict[str, Any]:
     The driver that runs ahead uses a device on which every launch writes its results to the same memory. The other
     driver has no device queue.
     """
-    from performance.artificial_device.ops import ArtificialHooks
-
     for driver in drivers:
         pad(driver)
-    hooks = drivers[1].runner._model.ops.hooks
-    assert isinstance(hooks, ArtificialHooks)
-    hooks.device.captures = True
-    found = {"greedy": run_both(drivers, greedy_plan()), "alternating": run_both(drivers, alternating_plan())}
-    hooks.device.captures = False
+    device = device_of(drivers[1])
+    device.captures = True
+    plans = {"greedy": greedy_plan(), "alternating": alternating_plan(), "drawn": list(plan(drawn_sampling))}
+    found = {name: run_both(drivers, steps) for name, steps in plans.items()}
+    device.captures = False
     return found
 
 
@@ -275,36 +272,24 @@ def run_adapted(drivers: Pair) -> dict[str, Any]:
 
 def run_drawn(drivers: Pair) -> dict[str, Any]:
     """Runs greedy sequences and sequences with a temperature. In the second run, some draws of the device are wrong."""
-    steps = list(plan(drawn_sampling))
-    with device_draws(drivers[1], wrong_every=0) as draws:
-        right = run_both(drivers, steps) | {"draws": list(draws)}
-    with device_draws(drivers[1], wrong_every=3) as draws:
-        wrong = run_steps(drivers[1], steps)
-    return {"right": right, "wrong": {"ahead": wrong["results"], "events": wrong["events"], "draws": list(draws)}}
+    device, steps = device_of(drivers[1]), list(plan(drawn_sampling))
+    device.are_wrong.clear()
+    right = run_both(drivers, steps) | {"draws": list(device.are_wrong)}
+    device.are_wrong.clear()
+    device.wrong_every = 3
+    wrong = run_steps(drivers[1], steps)
+    device.wrong_every = 0
+    found = {"ahead": wrong["results"], "events": wrong["events"], "draws": list(device.are_wrong)}
+    return {"right": right, "wrong": found}
 
 
-@contextmanager
-def device_draws(driver: StepDriver, wrong_every: int) -> Iterator[list[bool]]:
-    """Yields a list to which each launch of draws appends whether it is wrong: every launch whose number is a multiple
-    of ``wrong_every``, or none if it is 0.
+def device_of(driver: StepDriver) -> Any:
+    """Returns the artificial device of a driver."""
+    from performance.artificial_device.ops import ArtificialHooks
 
-    A wrong launch draws with other random numbers.
-    """
-    sampling: Any = driver.runner._graph._sampling  # type: ignore[union-attr]
-    launches: list[bool] = []
-
-    def run_draws(step: Any, candidates: Any, draws: Any) -> Any:
-        launches.append(bool(wrong_every) and (len(launches) + 1) % wrong_every == 0)
-        if launches[-1]:
-            draws = draws.copy()
-            draws[:, DrawColumn.NUMBER] = (draws[:, DrawColumn.NUMBER] + 0.5) % 1
-        return type(sampling).run_draws(sampling, step, candidates, draws)
-
-    sampling.run_draws = run_draws
-    try:
-        yield launches
-    finally:
-        del sampling.run_draws
+    hooks = driver.runner._model.ops.hooks  # type: ignore[union-attr]
+    assert isinstance(hooks, ArtificialHooks)
+    return hooks.device
 
 
 PARTS: dict[str, Callable[[Pair], dict[str, Any]]] = {

@@ -8,9 +8,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agent.group.model_part import ModelPart
+from llm_serving.model.gated_delta import GatedDelta
 from performance.models.folders import write_model
 from performance.models.variants import VARIANTS
 from support.agent_group import Setup, run_group, with_layers
@@ -86,6 +88,9 @@ def test_steps_with_a_temperature_are_launched_ahead_and_change_no_bit(run: Run)
     assert launched_ahead(result["events"]) == list(range(1, len(result["plain"]))), result["events"]
     assert num_launched(result["events"]) == len(result["plain"]), "no step is launched again"
     assert len(result["draws"]) > len(result["plain"]) // 2
+    checked, wrong, counted = draws_of(result["ahead"])
+    assert checked > len(result["draws"]) // 2
+    assert wrong == counted == 0
 
 
 def test_a_device_that_draws_wrong_tokens_changes_no_bit(run: Run) -> None:
@@ -93,7 +98,18 @@ def test_a_device_that_draws_wrong_tokens_changes_no_bit(run: Run) -> None:
     result, plain = run("drawn")["wrong"], run("drawn")["right"]["plain"]
     assert bits(result["ahead"]) == bits(plain)
     assert sum(result["draws"]) >= 5
-    assert num_launched(result["events"]) - len(plain) >= sum(result["draws"]) // 2, result["events"]
+    second_launches = num_launched(result["events"]) - len(plain)
+    assert second_launches >= sum(result["draws"]) // 2, result["events"]
+    checked, wrong, counted = draws_of(result["ahead"])
+    assert checked > wrong >= counted == second_launches
+
+
+def draws_of(results: list[dict[str, Any]]) -> list[int]:
+    """Returns three sums over all steps: tokens that the device has drawn for the next step, those of them that are
+    wrong, and second launches.
+    """
+    sums: list[int] = np.sum([step["draws"] for step in results], axis=0).tolist()
+    return sums
 
 
 def num_launched(events: list[str]) -> int:
@@ -139,6 +155,14 @@ def test_a_failed_step_fails_alone(run: Run) -> None:
             assert ahead["tokens"][row] == plain["tokens"][row]
 
 
+def test_captured_decodes_with_a_temperature_wait_for_the_host_and_change_no_bit(run: Run) -> None:
+    """The host may need the logits of a drawn token, and the next captured launch would overwrite them."""
+    result = run("captured")["drawn"]
+    assert bits(result["ahead"]) == bits(result["plain"])
+    assert not any(step["error"] for step in result["plain"])
+    assert draws_of(result["ahead"]) == [0, 0, 0]
+
+
 @pytest.fixture(scope="module")
 def group(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Returns the output of both agents of a group, with and without steps ahead."""
@@ -171,6 +195,18 @@ def test_the_agents_of_a_group_wait_for_tokens_that_the_host_chooses(group: list
     assert not any(step["error"] for step in first["plain"]["mixed"]["results"])
     ahead = [launched_ahead(agent["ahead"]["mixed"]["events"]) for agent in (first, other)]
     assert 0 < len(ahead[0]) < len(first["plain"]["mixed"]["results"]) // 2
+
+
+def test_the_agents_of_a_group_wait_for_tokens_with_a_temperature(group: list[dict[str, Any]]) -> None:
+    """Agents that share the vocabulary draw no tokens on their devices, with and without captured launches."""
+    first, other = group
+    wanted = bits(first["plain"]["drawn"]["results"])
+    for run in (first["ahead"]["drawn"], first["ahead"]["captured"]["drawn"]):
+        assert bits(run["results"]) == wanted
+        assert not any(step["error"] for step in run["results"])
+        assert draws_of(run["results"]) == [0, 0, 0]
+    for agent in (first, other):
+        assert len(launched_ahead(agent["ahead"]["drawn"]["events"])) < len(wanted) // 2
 
 
 def test_the_agents_of_a_group_launch_captured_decodes_ahead_and_change_no_bit(group: list[dict[str, Any]]) -> None:
@@ -210,15 +246,18 @@ def test_a_step_that_fails_ends_all_agents_of_a_group(group: list[dict[str, Any]
         assert set(failed) == {"the graph failed: ReshapeAndCache refused"}
 
 
-def test_stages_of_a_pipeline_and_agents_that_pool_do_not_run_ahead() -> None:
+def test_stages_agents_that_pool_and_hybrid_models_do_not_run_ahead() -> None:
     """Checks which agents may launch a step before the host has the tokens of the previous step.
 
     Agents of a pipeline may not, because the host copies the activations between the stages. Agents that pool may not,
-    because they sample no tokens.
+    because they sample no tokens. Recurrent states would be updated twice by a second launch.
     """
     alone = ModelPart.of(make_config(TINY_LLAMA, "bfloat16", "native"))
     assert alone.may_run_ahead
     assert not replace(alone, pools=True).may_run_ahead
+    hybrid = replace(alone, whole=replace(alone.whole, delta=GatedDelta(1, 1, 16, 16, 4, ())))
+    assert not hybrid.may_run_ahead
+    assert "recurrent states" in hybrid.why_not_ahead
     for parallel, wanted in (((2, 1), True), ((1, 2), False), ((2, 2), False)):
         assert ModelPart.of(Setup(*parallel, "bfloat16", "native").config(TINY_LLAMA)).may_run_ahead == wanted
 
