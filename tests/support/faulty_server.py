@@ -8,6 +8,8 @@ The part fails as soon as the file exists. PART is one of these:
 - ``thread``: the engine thread ends without an error.
 - ``http``: an exception in the HTTP server.
 - ``poison``: a prompt with ``POISON`` tokens kills the agent (``support.poisoned_agent``). FILE has no effect.
+- ``draws``: an artificial device, which launches steps ahead, draws wrong tokens (``support.ahead_agent``). FILE has no
+  effect.
 """
 
 from __future__ import annotations
@@ -39,10 +41,11 @@ def failing(method: Callable[..., Any], file: Path, error: type[BaseException]) 
 
 if __name__ == "__main__":
     agents, part, trigger = forked_program(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    others = {"poison": "support.poisoned_agent", "draws": "support.ahead_agent"}
     if part == "http":
         run._Server.on_tick = failing(run._Server.on_tick, trigger, OSError)  # type: ignore[method-assign]
-    elif part == "poison":
-        agents = AgentProgram("support.poisoned_agent", agents.launch)
+    elif part in others:
+        agents = AgentProgram(others[part], agents.launch)
     else:
         kind = SystemExit if part == "thread" else MemoryError
         EngineCore.step = failing(EngineCore.step, trigger, kind)  # type: ignore[method-assign]
