@@ -64,14 +64,15 @@ class HandedBlocks:
         self._receiver = PoolReceiver(self._memories, self.secret, self._carrier)
 
     @classmethod
-    def of(cls, config: Config, key: ClusterKey, host: str, on_cancel: OnCancel) -> HandedBlocks | None:
-        """Creates the pools of a node. Returns None unless ``config`` has the roles ``prefill`` and ``decode``.
+    def of(cls, config: Config, key: ClusterKey, ranks: range, host: str, on_cancel: OnCancel) -> HandedBlocks | None:
+        """Creates the pools of a node, whose agents have these ranks in their replica. Returns None unless ``config``
+        has the roles ``prefill`` and ``decode``.
 
         ``host`` is the address at which other nodes reach this one. The start of the transport may take long.
         ``on_cancel`` is called with a function that stops this start. Raises OSError, and ConfigError if this machine
         cannot use the transport of the config.
         """
-        layouts = [HandOverLayout.of(config, rank) for rank in range(config.parallel_config.group_size)]
+        layouts = [HandOverLayout.of(config, rank) for rank in ranks]
         known = [layout for layout in layouts if layout is not None]
         try:
             return cls(known, key, partial(_carrier_of, config, host, on_cancel)) if known else None

@@ -47,7 +47,7 @@ class RunMemory:
         """
         try:
             with ExitStack() as made:
-                blocks = _hand_over_pools(config, key, host, on_cancel)
+                blocks = _hand_over_pools(config, key, ranks, host, on_cancel)
                 if blocks is not None:
                     made.callback(blocks.close)
                 tiles = NodeTiles.of(config)
@@ -71,12 +71,14 @@ class RunMemory:
                 memory.close()
 
 
-def _hand_over_pools(config: Config, key: ClusterKey, host: str, on_cancel: OnCancel) -> HandedBlocks | None:
+def _hand_over_pools(
+    config: Config, key: ClusterKey, ranks: range, host: str, on_cancel: OnCancel
+) -> HandedBlocks | None:
     if not config.num_hand_over_blocks:
         return None
     from llm_serving.agent_host.handed_blocks import HandedBlocks
 
-    return HandedBlocks.of(config, key, host, on_cancel)
+    return HandedBlocks.of(config, key, ranks, host, on_cancel)
 
 
 def _host_blocks(config: Config, group: GroupMemory) -> NodeHostBlocks | None:

@@ -148,9 +148,8 @@ class Session:
     def _is_ready(self) -> bool:
         return self._group is not None and self._group.is_ready
 
-    @property
-    def _group_answers(self) -> bool:
-        return self._group is not None and self._group.answers
+    def _has_results(self, slot: int) -> bool:
+        return self._group is not None and (self._group.answers or not self._group.slots[slot].num_seqs)
 
     def _next_look(self) -> float | None:
         return None if self._group is None or not self._in_flight else self._group.next_look(self._last_sign)
@@ -415,7 +414,8 @@ class Session:
         """Sends an agent's message to the server.
 
         The node whose agent writes the results of a step also sends the results. It sends them with the reply of its
-        last agent, because each agent may mark a damaged block in the results before its reply.
+        last agent, because each agent may mark a damaged block in the results before its reply. The results of a step
+        that only moves blocks are these marks, so each node sends its own.
         """
         contents = b""
         if isinstance(message, _ANSWERS):
@@ -423,7 +423,7 @@ class Session:
                 raise ProtocolError(f"agent {member} answered for slot {message.slot}, which has no step")
             self._last_result = time.monotonic()
             is_last = self._in_flight[message.slot] == 1
-            if is_last and isinstance(message, StepDone) and not message.aborted and self._group_answers:
+            if is_last and isinstance(message, StepDone) and not message.aborted and self._has_results(message.slot):
                 contents = self._contents[message.slot].results()
             self._in_flight[message.slot] -= 1
             if not self._in_flight[message.slot]:

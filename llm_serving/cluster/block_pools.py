@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from llm_serving.cluster.remote_group import RemoteGroup
+from llm_serving.cluster.spanning_group import SpanningGroup
 from llm_serving.handover.transport import BlockTransport, Done, Pairs, TransferError
 
 if TYPE_CHECKING:
@@ -35,11 +36,13 @@ class NodeTransport:
 
         The engine thread calls ``done`` at the end, with an error if not all blocks have arrived.
         """
-        source, target = self._source.group, self._target.group
-        if not isinstance(source, RemoteGroup) or not isinstance(target, RemoteGroup):
-            done(TransferError("the agents of a replica were lost before its blocks were sent"))
-            return
-        source.send_blocks(target, pairs, done)
+        match self._source.group, self._target.group:
+            case RemoteGroup() as source, RemoteGroup() as target:
+                source.send_blocks(target, pairs, done)
+            case SpanningGroup() as spanning, SpanningGroup() as other:
+                spanning.send_blocks(other, pairs, done)
+            case _:
+                done(TransferError("the agents of a replica were lost before its blocks were sent"))
 
     def close(self) -> None:
         """Does nothing. The transfers end with the links of the nodes."""

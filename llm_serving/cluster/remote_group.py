@@ -310,12 +310,12 @@ class RemoteGroup:
             )
         message = messages.decode_agent_message(bytes(carried.payload))
         if len(carried.contents):
-            if not isinstance(message, StepDone) or message.slot >= NUM_SLOTS or not self.answers:
+            if not isinstance(message, StepDone) or message.slot >= NUM_SLOTS or not self._has_results(message.slot):
                 raise ProtocolError(
                     f"a {type(message).__name__} message has contents of a slot; only StepDone may have them, for the "
                     f"slots 0 to {NUM_SLOTS - 1}, from the node whose agent writes the results"
                 )
-            self._contents[message.slot].write_results(carried.contents)
+            self._write_results(message.slot, carried.contents)
         if isinstance(message, StepDone | messages.StepFailed) and message.slot in self._unanswered:
             self._unanswered[message.slot] -= 1
             if not self._unanswered[message.slot]:
@@ -323,6 +323,20 @@ class RemoteGroup:
         if isinstance(message, messages.AdapterLoaded):
             self._adapters.take(message)
         return carried.member, message
+
+    def _has_results(self, slot: int) -> bool:
+        """Returns True if the node may send results. The results of a step that only moves blocks are marks of damaged
+        blocks, which each node sends.
+        """
+        return self.answers or not self.slots[slot].num_seqs
+
+    def _write_results(self, slot: int, contents: memoryview) -> None:
+        """Writes results into a step slot. Keeps the marks of damaged blocks that other nodes of the group have sent.
+        """
+        faults = self.slots[slot].move_faults[: self.slots[slot].num_moves]
+        before = faults.copy()
+        self._contents[slot].write_results(contents)
+        faults |= before
 
     def _handle(self, message: link.ToServer) -> None:
         if isinstance(message, Progress) and message.member < len(self.members):

@@ -17,8 +17,9 @@ from llm_serving.cluster.messages import NODE_PATIENCE_S, SECRET_BYTES, Place, S
 from llm_serving.cluster.nodes import Node
 from llm_serving.cluster.remote_group import RemoteGroup, RemoteMember, RemotePart, new_slots
 from llm_serving.config import Config
-from llm_serving.errors import AgentError, AgentLostError
+from llm_serving.errors import AgentError, AgentLostError, LLMServingError
 from llm_serving.executor.group import Received, Source
+from llm_serving.handover.transport import Done, Pairs
 from llm_serving.ipc import messages
 from llm_serving.ipc.adapters import AdapterMemory
 from llm_serving.ipc.host_pool import HostPool
@@ -87,6 +88,22 @@ class SpanningGroup:
     def load_adapter(self, message: messages.AdapterLoad, memory: AdapterMemory) -> None:
         for part in self._parts:
             part.load_adapter(message, memory)
+
+    def send_blocks(self, target: SpanningGroup, pairs: Pairs, done: Done) -> None:
+        """Lets each node send its part of the blocks to the node of ``target`` with the same ranks.
+
+        ``pairs`` lists the blocks. ``done`` is called once at the end of all transfers, by the engine thread. It gets
+        the first error, or None.
+        """
+        ends: list[LLMServingError | None] = []
+
+        def note(error: LLMServingError | None) -> None:
+            ends.append(error)
+            if len(ends) == len(self._parts):
+                done(next(filter(None, ends), None))
+
+        for source, other in zip(self._parts, target._parts, strict=True):
+            source.send_blocks(other, pairs, note)
 
     def next_look(self, last_result: float | None) -> float | None:
         return min(due for part in self._parts if (due := part.next_look(last_result)) is not None)

@@ -47,8 +47,6 @@ def _obstacle_to_spanning(parallel: ParallelConfig) -> str | None:
         return f"is for executor: nodes; with executor: {parallel.executor}, a replica has one machine; use 1"
     if parallel.group_size % parallel.nodes_per_replica:
         return f"does not divide the agents of a replica ({product}) equally; use a divisor of {parallel.group_size}"
-    if parallel.has_roles:
-        return "is not possible with roles, because the blocks of a replica are then on several nodes; use 1"
     return unreachable_node(parallel)
 
 

@@ -235,7 +235,8 @@ def hand_over_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
     if draft is not None and draft.head is None:
         token_bytes -= config.kv_bytes_of(draft.shape)  # a draft model computes handed prompts again
     block_bytes = token_bytes * config.pa_config.block_size
-    num_bytes = block_bytes * config.num_hand_over_blocks // (parallel.agents_per_machine // parallel.group_size)
+    num_replicas = max(1, parallel.agents_per_machine // parallel.group_size)
+    num_bytes = block_bytes * config.num_hand_over_blocks // num_replicas
     basis = f"{config.num_hand_over_blocks} blocks that move between {parallel.data_parallel} replicas"
     return (MemoryItem("hand-over pool", num_bytes, basis),)
 

@@ -29,6 +29,10 @@ ROLES = (
     *("parallel_config.data_parallel=2", "parallel_config.roles=[prefill, decode]"),
     *("parallel_config.tensor_parallel=2", "serving_config.agent_restart_limit=5"),
 )
+SPAN = (
+    *("parallel_config.nodes_per_replica=2", "parallel_config.executor=nodes"),
+    "parallel_config.cluster_key_file=unread",
+)
 MOONCAKE = (
     *("parallel_config.hand_over_transport=mooncake", "parallel_config.mooncake_unprotected=true"),
     *("parallel_config.executor=nodes", "parallel_config.cluster_key_file=unread"),
@@ -36,18 +40,20 @@ MOONCAKE = (
 
 
 class Pair:
-    """A prefill replica and a decode replica, each with two agents on its own node."""
+    """A prefill replica and a decode replica, each with two agents on ``span`` nodes of its own."""
 
-    def __init__(self, make_node, make_executor, pool, folder, *overrides, modules=None):
-        self.nodes = [make_node(modules=modules) for _ in range(2)]
-        self.executors = []
-        for replica, node in enumerate(self.nodes):
-            pool.add(node.address)
+    def __init__(self, make_node, make_executor, pool, folder, *overrides, modules=None, span=1):
+        self.nodes, self.executors, self.memories = [], [], []
+        layout = HandOverLayout.of(small_config(folder, ROLES), 0)
+        for replica in range(2):
+            own = [make_node(modules=modules) for _ in range(span)]
+            for node in own:
+                pool.add(node.address)
             self.executors.append(make_executor(*ROLES, *overrides, replica=replica))
             events_until(self.executors[-1], AgentReady)
+            self.memories.append([memory for node in own for memory in pool_memories(node.pid, layout)])
+            self.nodes += own
         self.pools = NodePools(self.executors)
-        layout = HandOverLayout.of(small_config(folder, ROLES), 0)
-        self.memories = [pool_memories(node.pid, layout) for node in self.nodes]
         self.num_blocks = layout.num_blocks
 
     def begin(self, pairs):
@@ -78,7 +84,13 @@ def mooncake_pair(make_node, make_executor, pool, tmp_path):
     return Pair(make_node, make_executor, pool, tmp_path, *MOONCAKE, modules=tmp_path / "modules")
 
 
-@pytest.mark.parametrize("transport", ["pair", "mooncake_pair"])
+@pytest.fixture
+def spanning_pair(make_node, make_executor, pool, tmp_path):
+    """Provides a pair whose replicas have each agent on a node of its own."""
+    return Pair(make_node, make_executor, pool, tmp_path, *SPAN, span=2)
+
+
+@pytest.mark.parametrize("transport", ["pair", "mooncake_pair", "spanning_pair"])
 def test_blocks_of_all_agents_travel_from_node_to_node(transport, request):
     pair = request.getfixturevalue(transport)
     rng, written = np.random.default_rng(0), []
@@ -146,10 +158,24 @@ def test_wrong_transfers_are_refused(pair):
     assert isinstance(pair.wait(pair.begin([(pair.num_blocks, 0)])), TransferError), "the node ends the link"
 
 
-def test_the_last_agent_may_report_a_damaged_block(pair):
+def test_a_transfer_between_spanning_replicas_fails_if_one_part_fails(spanning_pair):
+    """``done`` is called once, after all parts have ended."""
+    spanning_pair.nodes[3].send_signal(signal.SIGKILL)
+    ended = spanning_pair.begin([(1, 1)])
+    assert isinstance(spanning_pair.wait(ended), TransferError)
+    spanning_pair.executors[0].submit(prefill(0, 5, row=3))
+    assert results(spanning_pair.executors[0], 1)[0].sampled_ids == [stub_token(1, 3)]
+    events_until(spanning_pair.executors[1], AgentLost)
+    assert len(ended) == 1
+    assert "were lost before" in str(spanning_pair.wait(spanning_pair.begin([(1, 1)])))
+
+
+@pytest.mark.parametrize("placed", ["pair", "spanning_pair"])
+def test_the_last_agent_may_report_a_damaged_block(placed, request):
     """The agent with the results replies first. The step must wait for the second agent, which reports the damaged
-    block.
+    block. It may be on another node.
     """
+    pair = request.getfixturevalue(placed)
     moves = [BlockMove(MoveKind.HAND_IN, block, 1) for block in (3, BAD_BLOCK)]
     pair.executors[1].submit(ScheduledStep(0, StepKind.MOVE, moves=moves, headers=[bytes(HEADER_BYTES)] * 2))
     [result] = results(pair.executors[1], 1)

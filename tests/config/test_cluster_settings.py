@@ -33,10 +33,6 @@ REMOTE = ("parallel_config.executor=nodes", "parallel_config.cluster_key_file=/e
         ([*REMOTE, SPAN], "does not divide the agents of a replica (tensor_parallel x pipeline_parallel = 1) equally"),
         ([*REMOTE, SPAN, "parallel_config.pipeline_parallel=3"], "= 3) equally; use a divisor of 3"),
         (
-            [*REMOTE, SPAN, *PAIR, "parallel_config.data_parallel=2", "parallel_config.roles=[prefill, decode]"],
-            "nodes_per_replica = 2: is not possible with roles",
-        ),
-        (
             [*REMOTE, SPAN, *PAIR, "parallel_config.nodes=['10.0.0.5:1', '127.0.0.1:2']"],
             "nodes_per_replica = 2: needs nodes that reach each other, and 127.0.0.1:2 is an address of this machine",
         ),
