@@ -8,8 +8,9 @@ from __future__ import annotations
 import secrets
 import socket
 import ssl
+import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,8 +18,8 @@ from llm_serving.cluster import remote_pool as wire
 from llm_serving.cluster.messages import SECRET_BYTES
 from llm_serving.config import Config
 from llm_serving.errors import LLMServingError, ProtocolError
-from llm_serving.ipc.host_pool import HostPoolMemory, pool_of
-from llm_serving.ipc.introduction import receive
+from llm_serving.ipc.host_pool import HostPoolMemory
+from llm_serving.ipc.introduction import receive, receive_into
 from llm_serving.ipc.receiver import Receiver
 from llm_serving.kvstore.identity import weights_digest, weights_state
 
@@ -40,7 +41,8 @@ class NodeHostBlocks(Receiver):
         ``read_weights`` returns the digest of the weights. It may take long, and raises OSError or LLMServingError.
         """
         super().__init__(secrets.token_bytes(SECRET_BYTES))
-        self._pool = pool_of(pools)
+        self._pools = pools
+        self._block_bytes = sum(pool.block_bytes for pool in pools)
         self._num_blocks = pools[0].layout.num_blocks
         self._facts = wire.describe_layouts([pool.layout for pool in pools])
         self._read_weights = read_weights
@@ -68,25 +70,58 @@ class NodeHostBlocks(Receiver):
         return f"the server describes its host blocks as {facts.hex()[:200]}, the node as {self._facts.hex()[:200]}"
 
     def _take(self, link: socket.socket) -> None:
-        """Handles the next request. Raises ProtocolError if its kind or its host block does not exist."""
-        kind, block = wire.REQUEST.unpack(receive(link, wire.REQUEST.size))
+        """Handles the next request. Raises ProtocolError if its kind or one of its host blocks does not exist, or if it
+        has too many blocks.
+        """
+        kind, count = wire.REQUEST.unpack(receive(link, wire.REQUEST.size))
         link.settimeout(self.TIMEOUT_S)
         if kind == wire.WEIGHTS:
             link.sendall(self._weights_reply())
-        elif kind not in (wire.READ, wire.WRITE) or block >= self._num_blocks:
-            raise ProtocolError(f"the server sent request {kind} for host block {block} of {self._num_blocks}")
         elif kind == wire.READ:
-            content = self._pool.read(block)
-            assert content is not None, "the blocks are in the memory of this machine"
-            link.sendall(content)
+            self._send(link, self._receive_numbers(link, count))
+        elif kind == wire.WRITE:
+            self._write(link, self._receive_numbers(link, count))
         else:
-            content = receive(link, self._pool.block_bytes)
+            raise ProtocolError(f"the server sent a request of the unknown kind {kind}")
+        link.settimeout(None)
+
+    def _receive_numbers(self, link: socket.socket, count: int) -> Sequence[int]:
+        """Receives the numbers of the blocks of a request."""
+        limit = wire.max_blocks(self._block_bytes)
+        if not 1 <= count <= limit:
+            raise ProtocolError(f"a request has {count} blocks; it must have 1 to {limit}")
+        blocks = struct.unpack(f"<{count}I", receive(link, count * wire.BLOCK.size))
+        if max(blocks) >= self._num_blocks:
+            raise ProtocolError(f"a request names host block {max(blocks)} of {self._num_blocks}")
+        return blocks
+
+    def _send(self, link: socket.socket, blocks: Sequence[int]) -> None:
+        """Sends the number and the content of each block. All blocks use one buffer, because new memory is slow."""
+        reply = memoryview(bytearray(wire.BLOCK.size + self._block_bytes))
+        for block in blocks:
+            wire.BLOCK.pack_into(reply, 0, block)
+            for pool, part in self._parts(reply[wire.BLOCK.size :]):
+                pool.copy_out(block, part)
+            link.sendall(reply)
+
+    def _write(self, link: socket.socket, blocks: Sequence[int]) -> None:
+        """Receives and writes the content of each block, and replies for each block."""
+        content = memoryview(bytearray(self._block_bytes))
+        for block in blocks:
+            receive_into(link, content)
             with self._changed:
                 if self._newest is not link:
                     raise ProtocolError("the server writes through an old connection")
-                self._pool.write(block, content)
-            link.sendall(wire.WRITTEN.pack(block))
-        link.settimeout(None)
+                for pool, part in self._parts(content):
+                    pool.copy_in(block, part)
+            link.sendall(wire.BLOCK.pack(block))
+
+    def _parts(self, content: memoryview) -> Iterator[tuple[HostPoolMemory, memoryview]]:
+        """Yields the host blocks of each agent, with the agent's part of ``content``."""
+        end = 0
+        for pool in self._pools:
+            begin, end = end, end + pool.block_bytes
+            yield pool, content[begin:end]
 
     def _weights_reply(self) -> bytes:
         with self._changed:

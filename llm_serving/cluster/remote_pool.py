@@ -6,12 +6,16 @@ block. The server proves that it knows the secret of the present run of the agen
 
     node                                  server
      |<--- introduction -------------------|   ``ipc.introduction``; both must have host blocks of the same sizes
-     |<--- READ, block ---------------------|
-     |---- content ------------------------>|
-     |<--- WRITE, block, content -----------|
-     |---- block -------------------------->|   the content is in the host block
+     |<--- READ, count, blocks -------------|
+     |---- block, content ... ------------->|   for each block, in order
+     |<--- WRITE, count, blocks ------------|
+     |<--- content ... ---------------------|   for each block, in order
+     |---- block ... ---------------------->|   for each block, as soon as its content is in the host block
      |<--- WEIGHTS, 0 ----------------------|
      |---- state, text -------------------->|   the digest of the node's weights, an error, or PENDING
+
+A request has at most ``max_blocks`` blocks. It needs one round trip, and requests of other threads never wait long for
+the connection.
 """
 
 from __future__ import annotations
@@ -20,19 +24,28 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
+from functools import partial
 
 from llm_serving.errors import LLMServingError, ProtocolError
 from llm_serving.ipc.host_pool import HostPoolLayout
-from llm_serving.ipc.introduction import introduce, receive, set_options, shut_down
+from llm_serving.ipc.introduction import introduce, receive, receive_into, set_options, shut_down
 
 MAGIC = b"LLMPOOL1"
 READ, WRITE, WEIGHTS = range(1, 4)
 REQUEST = struct.Struct("<BI")
-"""Kind of the request and number of the host block."""
-WRITTEN = struct.Struct("<I")
-"""Reply to WRITE: the number of the host block."""
+"""Kind of the request and the count of its host blocks."""
+BLOCK = struct.Struct("<I")
+"""The number of a host block, in a request and in the reply for this block."""
+MAX_REQUEST_BYTES = 16 << 20
+"""Maximum bytes of the contents of a request. A request for one block may be larger."""
+MAX_REQUEST_BLOCKS = 64
+"""Maximum blocks of a request.
+
+The server reads no reply while it sends the contents of a WRITE request. With this limit, the replies always fit the
+buffers of the connection, so the node never waits to send them.
+"""
 PENDING, KNOWN, FAILED = range(3)
 MAX_TEXT_BYTES = 255
 WEIGHTS_REPLY = struct.Struct(f"<B{MAX_TEXT_BYTES}s")
@@ -41,7 +54,7 @@ WEIGHTS_REPLY = struct.Struct(f"<B{MAX_TEXT_BYTES}s")
 TIMEOUT_S = 10.0
 """Seconds without progress of the peer after which the connection counts as broken."""
 RETRY_S = 5.0
-"""Seconds for which a request is repeated on new connections after the first one broke."""
+"""Seconds for which a request is repeated on new connections after one broke. They begin again with each new block."""
 RETRY_PAUSE_S = 0.1
 PAUSE_S = 10.0
 """After requests have failed for ``RETRY_S``, all requests fail immediately for this number of seconds."""
@@ -70,6 +83,7 @@ class RemotePool:
         ``connect`` returns a connection to the node and raises OSError. This object then owns the connection.
         """
         self.block_bytes = sum(layout.block_bytes for layout in layouts)
+        self.blocks_at_once = max_blocks(self.block_bytes)
         self.problem = ""
         """The reason why the agents must count as lost. Empty while everything works."""
         self._node, self._connect, self._secret = node, connect, secret
@@ -79,8 +93,6 @@ class RemotePool:
         self._has_same_weights: bool | None = None
         """True if the node's weights have the server's digest. None while the node has not replied."""
         self._link: socket.socket | None = None
-        self._may_be_sent = False
-        """True if bytes of the present request may have reached the node."""
         self._resume_at = 0.0
         self._last_error = ""
         self._in_use = threading.Lock()
@@ -89,25 +101,40 @@ class RemotePool:
         """Held for short changes of ``_link``, so that ``close`` never waits for a request."""
         self._closed = threading.Event()
 
-    def read(self, block: int) -> bytes | None:
-        """Returns the content of a host block. Returns None if the node cannot be reached or has other weights."""
-        if not self.is_usable:
-            return None
-        with self._exclusive():
-            return self._request((REQUEST.pack(READ, block),), self.block_bytes)
+    def read(self, blocks: Sequence[int]) -> list[bytes]:
+        """Returns the contents of host blocks, in order. If the node cannot be reached any more, returns those that
+        have arrived. Returns an empty list if the node has other weights.
+        """
+        contents: list[bytes] = []
+        for start in range(0, len(blocks), self.blocks_at_once):
+            if not self.is_usable:
+                break
+            wanted, found = blocks[start : start + self.blocks_at_once], list[bytes]()
+            with self._exclusive():
+                is_complete = self._repeat(partial(self._read, wanted, found), found)
+            contents += found
+            if not is_complete:
+                break
+        return contents
 
-    def write(self, block: int, content: bytes) -> bool:
-        """Replaces the content of a host block. Returns False if the content was not written."""
-        if not self.is_usable:
-            return False
-        with self._exclusive():
-            self._may_be_sent = False
-            if self._request((REQUEST.pack(WRITE, block), content), WRITTEN.size, WRITTEN.pack(block)) is not None:
-                return True
-            if self._may_be_sent and not self._closed.is_set():
-                self.problem = f"it is not known whether a host block was written: {self._last_error}"
-                self._closed.wait()
-            return False
+    def write(self, blocks: Sequence[int], contents: Sequence[bytes]) -> int:
+        """Replaces the contents of host blocks, in order. Returns the number of leading blocks that were written."""
+        count = 0
+        for start in range(0, len(blocks), self.blocks_at_once):
+            if not self.is_usable:
+                break
+            end = start + self.blocks_at_once
+            written, sent = list[int](), list[int]()
+            with self._exclusive():
+                attempt = partial(self._write, blocks[start:end], contents[start:end], written, sent)
+                is_complete = self._repeat(attempt, written)
+                if not is_complete and sent and not self._closed.is_set():
+                    self.problem = f"it is not known whether a host block was written: {self._last_error}"
+                    self._closed.wait()
+            count += len(written)
+            if not is_complete:
+                break
+        return count
 
     @property
     def is_usable(self) -> bool | None:
@@ -175,11 +202,11 @@ class RemotePool:
 
     def _ask_weights(self) -> str:
         """Asks the node for the digest of its weights. Returns the problem, or an empty text."""
-        reply = self._request((REQUEST.pack(WEIGHTS, 0),), WEIGHTS_REPLY.size)
-        if reply is None:
+        replies: list[bytes] = []
+        if not self._repeat(partial(self._read_weights, replies), replies):
             reason = f"the weights of node {self._node} are unknown, so its blocks are not used: {self._last_error}"
             return "" if self._closed.is_set() else reason
-        state, content = WEIGHTS_REPLY.unpack(reply)
+        state, content = WEIGHTS_REPLY.unpack(replies[0])
         if state == PENDING:
             return ""
         text = content.rstrip(b"\0").decode(errors="replace")
@@ -189,35 +216,63 @@ class RemotePool:
         reason = f"their digest is {text}, the server's is {self._expected}" if state == KNOWN else text
         return f"the weights of node {self._node} differ, so its blocks are not used: {reason}"
 
-    def _request(self, parts: Sequence[bytes], num_bytes: int, expected: bytes | None = None) -> bytes | None:
-        """Sends a request and returns the reply, which has ``num_bytes`` bytes.
+    def _repeat(self, attempt: Callable[[socket.socket], None], done: Sized) -> bool:
+        """Calls ``attempt`` with a connection, and again with new connections, until it returns.
 
-        A broken connection is replaced, and the request is repeated. Returns None after ``RETRY_S`` seconds without
-        success, or if this object is closed. If ``expected`` is given, any other reply counts as a broken connection.
+        ``attempt`` extends ``done`` by each block that is done, and does only the other blocks when it is called again.
+        Returns False if it has raised OSError or LLMServingError for ``RETRY_S`` seconds without a further block, or if
+        this object is closed.
         """
-        until: float | None = None
+        until, num_done = 0.0, -1
         while not self._closed.is_set() and time.monotonic() >= self._resume_at:
             try:
-                return self._attempt(parts, num_bytes, expected)
+                attempt(self._link or self._open())
+                return True
             except (OSError, LLMServingError) as error:
                 self._last_error = str(error) or repr(error)
                 self._drop()
             now = time.monotonic()
-            until = now + RETRY_S if until is None else until
+            if len(done) > num_done:
+                until, num_done = now + RETRY_S, len(done)
             if now >= until:
                 self._resume_at = now + PAUSE_S
             self._closed.wait(RETRY_PAUSE_S)
-        return None
+        return False
 
-    def _attempt(self, parts: Sequence[bytes], num_bytes: int, expected: bytes | None) -> bytes:
-        link = self._link or self._open()
-        self._may_be_sent = True
-        for part in parts:
-            link.sendall(part)
-        reply = receive(link, num_bytes)
-        if expected is not None and reply != expected:
-            raise ProtocolError(f"the node replied {reply.hex()} instead of {expected.hex()}")
-        return reply
+    def _read(self, blocks: Sequence[int], contents: list[bytes], link: socket.socket) -> None:
+        """Reads the ``blocks`` that ``contents`` does not have yet, and appends their contents."""
+        rest = blocks[len(contents) :]
+        link.sendall(request_for(READ, rest))
+        reply = memoryview(bytearray(BLOCK.size + self.block_bytes))
+        for block in rest:
+            receive_into(link, reply)
+            _check_block(reply[: BLOCK.size], block)
+            contents.append(bytes(reply[BLOCK.size :]))
+
+    def _write(
+        self,
+        blocks: Sequence[int],
+        contents: Sequence[bytes],
+        written: list[int],
+        sent: list[int],
+        link: socket.socket,
+    ) -> None:
+        """Writes the ``blocks`` that are not in ``written`` yet, and appends each one for which the node has replied.
+
+        ``sent`` is not empty when the node may have received a content.
+        """
+        rest = blocks[len(written) :]
+        sent[:] = rest
+        link.sendall(request_for(WRITE, rest))
+        for content in contents[len(written) :]:
+            link.sendall(content)
+        for block in rest:
+            _check_block(receive(link, BLOCK.size), block)
+            written.append(block)
+
+    def _read_weights(self, replies: list[bytes], link: socket.socket) -> None:
+        link.sendall(REQUEST.pack(WEIGHTS, 0))
+        replies.append(receive(link, WEIGHTS_REPLY.size))
 
     def _open(self) -> socket.socket:
         link = self._connect()
@@ -235,6 +290,23 @@ class RemotePool:
             link, self._link = self._link, None
         if link is not None:
             link.close()
+
+
+def max_blocks(block_bytes: int) -> int:
+    """Returns the maximum number of blocks of this size that a request may have."""
+    return max(1, min(MAX_REQUEST_BLOCKS, MAX_REQUEST_BYTES // block_bytes))
+
+
+def request_for(kind: int, blocks: Sequence[int]) -> bytes:
+    """Returns a READ or WRITE request for ``blocks``, without contents."""
+    return REQUEST.pack(kind, len(blocks)) + struct.pack(f"<{len(blocks)}I", *blocks)
+
+
+def _check_block(reply: bytes | memoryview, block: int) -> None:
+    """Raises ProtocolError if the reply is not for ``block``."""
+    (found,) = BLOCK.unpack(reply)
+    if found != block:
+        raise ProtocolError(f"the node replied for block {found} instead of block {block}")
 
 
 def describe_layouts(layouts: Sequence[HostPoolLayout]) -> bytes:

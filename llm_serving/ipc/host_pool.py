@@ -30,11 +30,23 @@ class HostPool(Protocol):
     def block_bytes(self) -> int:
         """Size of a block in bytes. It includes the parts of all agents whose blocks are in this pool."""
 
-    def read(self, block: int) -> bytes | None:
-        """Returns the content of a block. None if the machine with the blocks cannot be reached."""
+    @property
+    def blocks_at_once(self) -> int:
+        """Number of blocks that a caller with many blocks should read or write in one call. It limits the memory of a
+        call. It is 1 if several blocks in one call take as long as several calls.
+        """
 
-    def write(self, block: int, content: bytes) -> bool:
-        """Replaces the content of a block. Returns False if the machine with the blocks cannot be reached."""
+    def read(self, blocks: Sequence[int]) -> list[bytes]:
+        """Returns the contents of ``blocks``, in order.
+
+        The list ends before the first block that could not be read, because its machine could not be reached.
+        """
+
+    def write(self, blocks: Sequence[int], contents: Sequence[bytes]) -> int:
+        """Replaces the contents of ``blocks``, in order. Returns the number of leading blocks that were written.
+
+        This is less than ``len(blocks)`` if the machine with the blocks could not be reached.
+        """
 
     @property
     def is_usable(self) -> bool | None:
@@ -94,6 +106,7 @@ class HostPoolMemory(LaidOutSegment[HostPoolLayout]):
 
     KIND = "host pool"
     is_usable = True
+    blocks_at_once = 1
 
     def _make_views(self, mapping: mmap.mmap) -> None:
         layout = self.layout
@@ -113,14 +126,23 @@ class HostPoolMemory(LaidOutSegment[HostPoolLayout]):
     def block_bytes(self) -> int:
         return self.layout.block_bytes
 
-    def read(self, block: int) -> bytes:
-        """Returns the content of a block: its part of each array, in order."""
-        return self._blocks[:, block].tobytes()
+    def read(self, blocks: Sequence[int]) -> list[bytes]:
+        """Returns the content of each block: its part of each array, in order."""
+        return [self._blocks[:, block].tobytes() for block in blocks]
 
-    def write(self, block: int, content: bytes) -> bool:
-        """Replaces the content of a block. Returns True, because the memory is on this machine."""
+    def write(self, blocks: Sequence[int], contents: Sequence[bytes]) -> int:
+        """Replaces the contents of blocks. Returns their number, because the memory is on this machine."""
+        for block, content in zip(blocks, contents, strict=True):
+            self.copy_in(block, memoryview(content))
+        return len(blocks)
+
+    def copy_in(self, block: int, content: memoryview) -> None:
+        """Replaces the content of a block."""
         self._blocks[:, block] = np.frombuffer(content, np.uint8).reshape(-1, self.layout.part_bytes)
-        return True
+
+    def copy_out(self, block: int, content: memoryview) -> None:
+        """Copies the content of a block to ``content``, which has ``block_bytes`` bytes and is writable."""
+        np.frombuffer(content, np.uint8).reshape(-1, self.layout.part_bytes)[:] = self._blocks[:, block]
 
     def expect_weights(self, digest: str, note: Callable[[str], None]) -> None:
         """Does nothing. Agents on this machine read the same files as the server, so their weights are the same."""
@@ -137,17 +159,18 @@ class _JoinedPool:
     def __init__(self, parts: Sequence[HostPool]) -> None:
         self._parts = parts
         self.block_bytes = sum(part.block_bytes for part in parts)
+        self.blocks_at_once = min(part.blocks_at_once for part in parts)
 
-    def read(self, block: int) -> bytes | None:
-        contents = [part.read(block) for part in self._parts]
-        return None if None in contents else b"".join(content for content in contents if content is not None)
+    def read(self, blocks: Sequence[int]) -> list[bytes]:
+        return [b"".join(parts) for parts in zip(*(part.read(blocks) for part in self._parts), strict=False)]
 
-    def write(self, block: int, content: bytes) -> bool:
-        start, written = 0, []
+    def write(self, blocks: Sequence[int], contents: Sequence[bytes]) -> int:
+        start, counts = 0, []
         for part in self._parts:
-            written.append(part.write(block, content[start : start + part.block_bytes]))
-            start += part.block_bytes
-        return all(written)
+            end = start + part.block_bytes
+            counts.append(part.write(blocks, [content[start:end] for content in contents]))
+            start = end
+        return min(counts)
 
     @property
     def is_usable(self) -> bool | None:

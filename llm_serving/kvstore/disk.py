@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,10 @@ from llm_serving.kvstore.segments import SEGMENT_BYTES, FolderLock, SegmentFolde
 
 RETRY_S = 60.0
 """Seconds after a failed write in which the tier writes nothing."""
+WRITE_BYTES = 2 << 20
+"""Maximum bytes of the blocks that a job of the mover writes, unless one block alone is larger. A job that reads blocks
+for a waiting request may have to wait for it.
+"""
 _KEEP = 0.9
 """The measured bandwidth is an average of the reads. Each new read multiplies the weight of earlier reads by this
 factor.
@@ -58,6 +63,20 @@ class Transfer:
     hosts: list[int]
     oks: list[bool]
     done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """A host block whose content must be written, and a function that must be called afterwards."""
+
+    records: Records | None
+    """The records that were open when the write was requested."""
+    num_distrusts: int
+    """Number of calls of ``FileTier.distrust`` before the write was requested."""
+    key: BlockKey
+    pool: HostPool
+    host: int
+    done: Callable[[], None]
 
 
 class Records(Protocol):
@@ -106,6 +125,8 @@ class FileTier(ABC):
         self._namespace = b""
         self._num_distrusts = 0
         """Number of calls of ``distrust``."""
+        self._writes: deque[_Write] = deque()
+        """The requested writes that have not begun."""
         self._retry_at = 0.0
         self._read_s = 0.0
         self._read_bytes = 0.0
@@ -149,8 +170,8 @@ class FileTier(ABC):
         """Asks the mover to write the content of a host block, and then to call ``done``. The block must not change
         before ``done`` is called.
         """
-        opened = self._records, self._num_distrusts
-        self.mover.submit(lambda: self._write(*opened, key, pool, host, done))
+        self._writes.append(_Write(self._records, self._num_distrusts, key, pool, host, done))
+        self.mover.submit(self._write_next)
 
     def read(self, transfer: Transfer, pool: HostPool, done: Callable[[], None]) -> None:
         """Asks the mover to read blocks into host blocks, and then to call ``done``."""
@@ -191,55 +212,82 @@ class FileTier(ABC):
         for call in self._on_open:
             call()
 
-    def _write(
-        self,
-        records: Records | None,
-        num_distrusts: int,
-        key: BlockKey,
-        pool: HostPool,
-        host: int,
-        done: Callable[[], None],
-    ) -> None:
-        """Writes a block to ``records``, which were open when ``write`` was called. Writes nothing if other records
-        have been opened since then. In this case, the block was computed by earlier agents with another namespace.
-        Also writes nothing if ``distrust`` was called since then.
+    def _write_next(self) -> None:
+        """Writes the next blocks that were requested: as many of the same pool as one call should read.
+
+        This job has nothing to do if an earlier job has already written its block.
         """
+        batch = self._next_writes()
         try:
-            if records is None or records is not self._records or not self.may_write:
+            self._write([each for each in batch if self._is_current(each)])
+        finally:
+            self._note()
+            for each in batch:
+                each.done()
+
+    def _next_writes(self) -> list[_Write]:
+        if not self._writes:
+            return []
+        batch = [self._writes.popleft()]
+        pool = batch[0].pool
+        limit = min(pool.blocks_at_once, WRITE_BYTES // pool.block_bytes)
+        while len(batch) < limit and self._writes and self._writes[0].pool is pool:
+            batch.append(self._writes.popleft())
+        return batch
+
+    def _is_current(self, write: _Write) -> bool:
+        """Returns False if a block must not be written. Earlier agents with another namespace have computed it, or
+        ``distrust`` was called since the write was requested, or the tier accepts no blocks now.
+        """
+        is_open = write.records is not None and write.records is self._records and self.may_write
+        return is_open and write.num_distrusts == self._num_distrusts
+
+    def _write(self, writes: Sequence[_Write]) -> None:
+        """Reads the blocks from their pool, and writes them until a write fails. Blocks that cannot be read count as
+        missing, because the machine of the agents was lost.
+        """
+        contents = writes[0].pool.read([each.host for each in writes]) if writes else []
+        for each, content in zip(writes, contents, strict=False):
+            assert each.records is not None
+            try:
+                each.records.append(each.key, content)
+            except OSError as error:
+                self.figures.failed_writes += 1
+                self._retry_at = self._clock() + RETRY_S
+                self._on_problem(f"the {self.NAME} tier writes nothing for {RETRY_S:g} s: {error}")
                 return
-            if num_distrusts != self._num_distrusts:
-                return
-            content = pool.read(host)
-            if content is None:
-                return  # the machine of the agents was lost, so the block counts as missing
-            records.append(key, content)
             self._retry_at = 0.0
             self.figures.written_blocks += 1
             self.figures.written_bytes += len(content)
-        except OSError as error:
-            self.figures.failed_writes += 1
-            self._retry_at = self._clock() + RETRY_S
-            self._on_problem(f"the {self.NAME} tier writes nothing for {RETRY_S:g} s: {error}")
-        finally:
-            self._note()
-            done()
 
     def _read(self, transfer: Transfer, pool: HostPool, done: Callable[[], None]) -> None:
         try:
-            for key, place, host in zip(transfer.keys, transfer.places, transfer.hosts, strict=True):
-                start = time.perf_counter()
-                content = None if self._records is None else self._records.read(place, key)
-                ok = content is not None and len(content) == pool.block_bytes and pool.write(host, content)
-                if content is not None and ok:
-                    self._learn(time.perf_counter() - start, len(content))
-                transfer.oks.append(ok)
-                if not ok:
+            while len(transfer.oks) < len(transfer.keys):
+                wanted = slice(len(transfer.oks), len(transfer.oks) + pool.blocks_at_once)
+                count = self._read_some(transfer.keys[wanted], transfer.places[wanted], transfer.hosts[wanted], pool)
+                transfer.oks += [True] * count
+                if count < len(transfer.keys[wanted]):
                     break  # the following blocks are of no use without this one
         finally:
             transfer.oks += [False] * (len(transfer.keys) - len(transfer.oks))
             transfer.done = True
             self._note()
             done()
+
+    def _read_some(
+        self, keys: Sequence[BlockKey], places: Sequence[Place], hosts: Sequence[int], pool: HostPool
+    ) -> int:
+        """Reads blocks into host blocks until a read fails. Returns the number of blocks."""
+        start, contents = time.perf_counter(), list[bytes]()
+        for key, place in zip(keys, places, strict=True):
+            content = None if self._records is None else self._records.read(place, key)
+            if content is None or len(content) != pool.block_bytes:
+                break
+            contents.append(content)
+        count = pool.write(hosts[: len(contents)], contents) if contents else 0
+        if count == len(contents) > 0:
+            self._learn(time.perf_counter() - start, sum(map(len, contents)))
+        return count
 
     def _distrust(self) -> None:
         if self._last is not None:

@@ -12,9 +12,11 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby, takewhile
 from typing import Generic, TypeVar
 
 from llm_serving.block_moves.tier_moves import BlockKey
+from llm_serving.ipc.host_pool import HostPool
 from llm_serving.kvstore.mover import Mover
 from llm_serving.kvstore.store import BlockStore, Loan
 from llm_serving.kvstore.tier_chain import BlockTier
@@ -96,21 +98,29 @@ class BlockTransfers:
 
     def _copy_out(self, loans: list[tuple[BlockStore, Loan]], answer: _Answer[ReadBlocks]) -> None:
         contents: list[bytes] = []
+        num_wanted = 0
         try:
-            for _, loan in loans:
-                content = self._content(loan)
-                if content is None or len(content) != loan.pool.block_bytes:
+            for pool, part in groupby((loan for _, loan in loans), _host_pool):
+                wanted = list(part)
+                num_wanted += len(wanted)
+                found = self._from_disk(wanted) if pool is None else pool.read([_host(loan) for loan in wanted])
+                contents += _with_size(found, wanted[0].pool)
+                if len(contents) < num_wanted:
                     break
-                contents.append(content)
         finally:
             self._use_stores(partial(self._end_loans, loans, contents, answer))
 
-    def _content(self, loan: Loan) -> bytes | None:
-        if loan.host is not None:
-            return loan.pool.read(loan.host)
+    def _from_disk(self, loans: Sequence[Loan]) -> list[bytes]:
+        """Returns the contents of blocks on the disk, up to the first one that was removed or is damaged."""
         assert self._disk is not None
-        assert loan.place is not None
-        return self._disk.content(loan.place, loan.key)
+        contents: list[bytes] = []
+        for loan in loans:
+            assert loan.place is not None
+            content = self._disk.content(loan.place, loan.key)
+            if content is None:
+                break
+            contents.append(content)
+        return contents
 
     def _end_loans(
         self,
@@ -147,13 +157,10 @@ class BlockTransfers:
         counts = [0] * len(accepted)
         try:
             for number, (_, loans) in enumerate(accepted):
-                for loan, content in zip(loans, contents, strict=False):
-                    if len(content) != loan.pool.block_bytes:
-                        break
-                    assert loan.host is not None
-                    if not loan.pool.write(loan.host, content):
-                        break
-                    counts[number] += 1
+                if loans:
+                    pool = loans[0].pool  # one call of ``_accept`` has made all of these loans
+                    chosen = _with_size(contents[: len(loans)], pool)
+                    counts[number] = pool.write([_host(loan) for loan in loans[: len(chosen)]], chosen)
         finally:
             self._use_stores(lambda stores: self._end_writes(accepted, counts, answer))
 
@@ -164,6 +171,21 @@ class BlockTransfers:
             for place, loan in enumerate(loans):
                 store.accepted(loan, ok=place < count)
         answer.set(min(counts, default=0))
+
+
+def _host(loan: Loan) -> int:
+    assert loan.host is not None
+    return loan.host
+
+
+def _host_pool(loan: Loan) -> HostPool | None:
+    """Returns the pool of a loan's host block, or None if the block is on the disk."""
+    return None if loan.host is None else loan.pool
+
+
+def _with_size(contents: Sequence[bytes], pool: HostPool) -> list[bytes]:
+    """Returns the contents before the first one whose size differs from that of the pool's blocks."""
+    return list(takewhile(lambda content: len(content) == pool.block_bytes, contents))
 
 
 class _Answer(Generic[T]):

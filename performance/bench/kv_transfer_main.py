@@ -7,16 +7,18 @@
 2. Transfers over the loopback address. The rate of ``TcpTransport`` is compared with that of a bare socket that sends
    the same bytes. The option ``--parts tls`` measures this with TLS 1.3, which nodes use. The bare socket then has the
    same TLS settings. With ``--parts mooncake``, Mooncake reads the contents of the blocks. This part has no goal.
-3. Time between tokens. A server with a prefill replica and a decode replica streams the outputs of short prompts, first
+3. Host blocks of a node, for KV tiers in folders and for sessions. The rates of reads and writes with TLS 1.3 are
+   compared with a bare socket, and with requests that have only one block each.
+4. Time between tokens. A server with a prefill replica and a decode replica streams the outputs of short prompts, first
    alone and then while long prompts arrive. For comparison, two replicas without roles get the same requests.
 
-The rates of parts 1 and 2 are medians of alternating rounds. The exit code is 1 if a goal is missed. Copies must reach
-at least 0.4 of the rate of memcpy. Transfers must reach at least 0.7 of the rate of a bare socket, with TLS and
-without. While long prompts arrive, the p99 of the time between tokens must be at most 1.3 times the p99 without long
-prompts.
+The rates of parts 1 to 3 are medians of alternating rounds. The exit code is 1 if a goal is missed. Copies must reach
+at least 0.4 of the rate of memcpy. Transfers, and reads and writes of host blocks, must reach at least 0.7 of the rate
+of a bare socket, with TLS and without. While long prompts arrive, the p99 of the time between tokens must be at most
+1.3 times the p99 without long prompts.
 
     python performance/bench_kv_transfer.py
-    python performance/bench_kv_transfer.py --parts copy tcp tls
+    python performance/bench_kv_transfer.py --parts copy tcp tls pool
     python performance/bench_kv_transfer.py --parts mooncake
 """
 
@@ -24,17 +26,11 @@ from __future__ import annotations
 
 import argparse
 import http.client
-import secrets
-import socket
-import ssl
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from queue import Queue
-from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import orjson
@@ -43,39 +39,28 @@ from agent.kernels import BlockCopies, BlockHandOvers, num_threads, set_threads
 from agent.weights.storage import zeros
 from llm_serving.cluster.key import ClusterKey, make_key
 from llm_serving.handover.header import HEADER_BYTES
-from llm_serving.handover.mooncake.reader import MooncakeReader
-from llm_serving.handover.one_sided import OneSidedCarrier
-from llm_serving.handover.transport import FRAMES, Array, Carrier, Pool, PoolReceiver, TcpTransport, TransferError
+from llm_serving.handover.transport import Array
 from llm_serving.ipc.hand_over_memory import HandOverLayout, HandOverMemory
 from llm_serving.ipc.shm import MoveKind
+from performance.bench.block_transfers import (
+    GIGA,
+    REQUEST_TIMEOUT_S,
+    Results,
+    TransferBenchmarkError,
+    TransferSizes,
+    alternate,
+    mooncake_rates,
+    pool_rates,
+    transfer_rates,
+)
 from performance.load.endpoint import Endpoint
 from performance.load.server_process import configured_server
-from performance.program import LoadTestError, exits_with_errors, new_parser, parse_count, positive, write_json
+from performance.program import exits_with_errors, new_parser, parse_count, positive, write_json
 from performance.terminal import format_table
 
-GOALS = {"copy": 0.4, "tcp": 0.7, "tls": 0.7, "tokens": 1.3}
+GOALS = {"copy": 0.4, "tcp": 0.7, "tls": 0.7, "pool": 0.7, "tokens": 1.3}
 PARTS = (*GOALS, "mooncake")
-STORED_HEADER_BYTES = 64
-GIGA = 1e9
-CHUNK = 1 << 20
 FIRST_TOKEN = 10
-REQUEST_TIMEOUT_S = 600.0
-
-Results = dict[str, float]
-
-
-class TransferBenchmarkError(LoadTestError):
-    """Raised if a block arrives with other bytes, or a server refuses a request."""
-
-
-class _Pool:
-    """A hand-over pool in private memory of this process."""
-
-    def __init__(self, num_blocks: int, block_bytes: int) -> None:
-        self.headers: Array = np.zeros((num_blocks, STORED_HEADER_BYTES), np.uint8)
-        self.blocks: Array = np.ones((num_blocks, block_bytes), np.uint8)
-
-
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints rates and ratios. Returns 1 if a goal is missed, and 2 if a block or a response is wrong."""
@@ -83,21 +68,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results: Results = {}
     if "copy" in options.parts:
         results |= _copies(options)
+    sizes = TransferSizes(options.arrays, options.blocks, options.part_bytes, options.rounds)
     if "tcp" in options.parts:
-        results |= _transfers(options, "tcp", None)
-    if "tls" in options.parts:
-        with TemporaryDirectory(prefix="kv-transfer-") as folder:
-            path = Path(folder) / "cluster.key"
-            make_key(path)
-            results |= _transfers(options, "tls", ClusterKey(str(path)))
+        results |= transfer_rates(sizes, "tcp", None)
+    with TemporaryDirectory(prefix="kv-transfer-") as folder:
+        path = Path(folder) / "cluster.key"
+        make_key(path)
+        key = ClusterKey(str(path))
+        if "tls" in options.parts:
+            results |= transfer_rates(sizes, "tls", key)
+        if "pool" in options.parts:
+            results |= pool_rates(sizes, key)
     if "mooncake" in options.parts:
-        results |= _mooncake_transfers(options)
+        results |= mooncake_rates(sizes)
     if "tokens" in options.parts:
         results |= _token_times(options)
     write_json(options.json, results)
     missed = [
         *(["copy"] if results.get("copy_ratio", 1.0) < GOALS["copy"] else []),
-        *(part for part in ("tcp", "tls") if results.get(f"{part}_ratio", 1.0) < GOALS[part]),
+        *(part for part in ("tcp", "tls", "pool") if results.get(f"{part}_ratio", 1.0) < GOALS[part]),
         *(["tokens"] if results.get("roles_ratio", 1.0) > GOALS["tokens"] else []),
     ]
     print(f"goals missed: {', '.join(missed)}" if missed else "all goals are reached")
@@ -177,7 +166,7 @@ def _copy_seconds(
     copies = BlockCopies(source, target)
     copy_moves = np.array([(MoveKind.SWAP_OUT, block, block) for block in blocks], np.int32)
     large, copy = memory.blocks.copy(), memory.blocks.copy()
-    seconds = _alternate(
+    seconds = alternate(
         {
             "memcpy": lambda: copies.run(copy_moves),
             "memcpy of one buffer": lambda: np.copyto(copy, large),
@@ -191,140 +180,7 @@ def _copy_seconds(
     return seconds
 
 
-def _alternate(actions: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """Runs all actions once in each round, and returns the median seconds of each action.
-
-    The first round is a warm-up and does not count.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in actions}
-    for number in range(rounds + 1):
-        for name, action in actions.items():
-            begin = time.perf_counter()
-            action()
-            if number:
-                seconds[name].append(time.perf_counter() - begin)
-    return {name: median(times) for name, times in seconds.items()}
-
-
-# Part 2 of the benchmark: transfers over TCP, without and with TLS.
-
-
-def _transfers(options: argparse.Namespace, part: str, key: ClusterKey | None) -> Results:
-    """Compares a transfer between two pools over the loopback address with a bare socket.
-
-    Both connections use TLS with ``key``, or no TLS if ``key`` is None.
-    """
-    pools = [_Pool(options.blocks, options.arrays * options.part_bytes) for _ in range(2)]
-    rates = _transfer_rates(pools, (FRAMES, FRAMES), options.rounds, key)
-    name = "socket" if key is None else "tls_socket"
-    ratio = rates["TcpTransport"] / rates["bare socket"]
-    return {f"{name}_gb_s": rates["bare socket"], f"{part}_gb_s": rates["TcpTransport"], f"{part}_ratio": ratio}
-
-
-def _mooncake_transfers(options: argparse.Namespace) -> Results:
-    """Compares a transfer whose contents Mooncake reads over TCP with a bare socket, both without TLS."""
-    layout = HandOverLayout(options.arrays, options.blocks, options.part_bytes)
-    memories = [HandOverMemory.create(layout) for _ in range(2)]
-    readers: list[MooncakeReader] = []
-    try:
-        for memory in memories:
-            readers.append(MooncakeReader([memory], "tcp", "", "127.0.0.1"))
-        carriers = (OneSidedCarrier(readers[0]), OneSidedCarrier(readers[1]))
-        rates = _transfer_rates(memories, carriers, options.rounds, None)
-    except TransferError as error:
-        raise TransferBenchmarkError(str(error)) from error
-    finally:
-        for each in (*readers, *memories):
-            each.close()
-    return {"mooncake_gb_s": rates["TcpTransport"], "mooncake_ratio": rates["TcpTransport"] / rates["bare socket"]}
-
-
-def _transfer_rates(
-    pools: Sequence[Pool], carriers: tuple[Carrier, Carrier], rounds: int, key: ClusterKey | None
-) -> dict[str, float]:
-    """Sends all blocks of the first pool to the second one, and the same number of bytes through a bare socket.
-
-    ``carriers`` move the contents of the blocks: the first at the sender, the second at the receiver. Prints and
-    returns both rates in GB/s.
-    """
-    source, target = pools
-    count, block_bytes = source.blocks.shape
-    source.blocks[:] = np.random.default_rng(0).integers(0, 256, source.blocks.shape, np.uint8)
-    source.headers[:] = 7
-    secret, listener = secrets.token_bytes(32), socket.create_server(("127.0.0.1", 0))
-    receiver = PoolReceiver([target], secret, carriers[1])
-    transport = TcpTransport([source], lambda: _connected(listener.getsockname(), key), secret, carriers[0])
-    threading.Thread(target=lambda: receiver.serve(_accepted(listener, key)), daemon=True).start()
-    bare = _BareSocket(count * block_bytes, key)
-    ended: Queue[Any] = Queue()
-
-    def send() -> None:
-        transport.transfer([(block, block) for block in range(count)], ended.put)
-        if (problem := ended.get(timeout=REQUEST_TIMEOUT_S)) is not None:
-            raise TransferBenchmarkError(str(problem))
-
-    try:
-        seconds = _alternate({"bare socket": bare.send, "TcpTransport": send}, rounds)
-    finally:
-        transport.close()
-        receiver.close()
-        listener.close()
-        bare.close()
-    if (source.blocks != target.blocks).any() or (source.headers != target.headers).any():
-        raise TransferBenchmarkError("the received blocks differ from the sent blocks")
-    num_bytes = count * block_bytes
-    rates = {name: num_bytes / one / GIGA for name, one in seconds.items()}
-    how = (", TLS 1.3" if key is not None else "") + ("" if carriers[0] is FRAMES else ", contents by Mooncake")
-    print(f"transfers of {num_bytes / 1e6:.1f} MB over the loopback address{how}")
-    rows = [[name, f"{rate:.2f}", f"{rate / rates['bare socket']:.2f}"] for name, rate in rates.items()]
-    print(format_table(["transfer", "GB/s", "of a bare socket"], rows))
-    return rates
-
-
-def _connected(address: Any, key: ClusterKey | None) -> socket.socket:
-    plain = socket.create_connection(address)
-    return plain if key is None else key.blocks.wrap_socket(plain)
-
-
-def _accepted(listener: socket.socket, key: ClusterKey | None) -> socket.socket:
-    plain, _ = listener.accept()
-    return plain if key is None else key.server.wrap_socket(plain, server_side=True)
-
-
-class _BareSocket:
-    """A connection whose other end receives into one buffer, and replies with one byte when the buffer is full."""
-
-    def __init__(self, num_bytes: int, key: ClusterKey | None) -> None:
-        self._listener, self._key = socket.create_server(("127.0.0.1", 0)), key
-        self._data, self._received = bytes(num_bytes), bytearray(num_bytes)
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
-        self._sender = _connected(self._listener.getsockname(), key)
-        if isinstance(self._sender, ssl.SSLSocket) and self._sender.version() != "TLSv1.3":
-            raise TransferBenchmarkError(f"the bare socket uses {self._sender.version()} instead of TLS 1.3")
-
-    def send(self) -> None:
-        self._sender.sendall(self._data)
-        self._sender.recv(1)
-
-    def close(self) -> None:
-        self._sender.close()
-        self._thread.join()
-        self._listener.close()
-
-    def _serve(self) -> None:
-        with _accepted(self._listener, self._key) as receiver:
-            while True:
-                view = memoryview(self._received)
-                while view.nbytes:
-                    count = receiver.recv_into(view)
-                    if not count:
-                        return
-                    view = view[count:]
-                receiver.sendall(b"!")
-
-
-# Part 3 of the benchmark: the time between tokens while long prompts arrive.
+# Part 4 of the benchmark: the time between tokens while long prompts arrive.
 
 
 def _token_times(options: argparse.Namespace) -> Results:

@@ -19,67 +19,23 @@ from llm_serving.cluster.key import ClusterKey
 from llm_serving.cluster.remote_pool import RemotePool
 from llm_serving.errors import CheckpointError, ProtocolError
 from llm_serving.executor.base import AgentLost, AgentReady
-from llm_serving.ipc.host_pool import HostPoolLayout, HostPoolMemory, pool_of
+from llm_serving.ipc.host_pool import pool_of
 from llm_serving.ipc.introduction import admit, introduce, receive
 from llm_serving.kvstore.identity import weights_digest
 from llm_serving.kvstore.setup import KvTiers
+from support.block_node import DIGEST, LAYOUT, BlockNode, compared, content_of, read, wait_for, write
 from support.executor_steps import events_until
 from support.small_configs import small_config
 from support.time_limits import time_limit
 
-LAYOUT = HostPoolLayout(num_arrays=2, num_blocks=5, part_bytes=300)
-DIGEST = "d" * 64
 TIERS = (
     *("kv_tier_config.host_blocks=8", "parallel_config.tensor_parallel=2", "serving_config.agent_restart_limit=5"),
 )
 
 
-def content_of(number: int, num_bytes: int) -> bytes:
-    return bytes([1 + number]) * num_bytes
-
-
-def wait_for(condition):
-    until = time.monotonic() + time_limit(20)
-    while not condition():
-        assert time.monotonic() < until, "it never happened"
-        time.sleep(0.005)
-
-
-class Node:
-    """The host blocks of two agents, and connections to them without TLS."""
-
-    def __init__(self, read_weights):
-        self.memories = [HostPoolMemory.create(LAYOUT) for _ in range(2)]
-        self.blocks = NodeHostBlocks(self.memories, read_weights)
-        self.facts = wire.describe_layouts([LAYOUT] * 2)
-        self.threads = []
-
-    def connect(self):
-        near, far = socket.socketpair()
-        self.threads.append(threading.Thread(target=self.blocks.serve, args=(far,), daemon=True))
-        self.threads[-1].start()
-        return near
-
-    def admitted(self):
-        """Returns a connection after its introduction."""
-        link = self.connect()
-        introduce(link, wire.MAGIC, self.blocks.secret, self.facts)
-        return link
-
-    def new_pool(self):
-        return RemotePool("node", [LAYOUT] * 2, self.connect, self.blocks.secret)
-
-    def close(self):
-        self.blocks.close()
-        for memory in self.memories:
-            memory.close()
-        for thread in self.threads:
-            thread.join(time_limit(20))
-
-
 @pytest.fixture
 def node():
-    made = Node(lambda: DIGEST)
+    made = BlockNode(lambda: DIGEST)
     yield made
     made.close()
 
@@ -90,13 +46,6 @@ def remote(node):
     with closing(node.new_pool()) as made:
         assert compared(made) == ""
         yield made
-
-
-def compared(pool, digest=DIGEST):
-    """Lets a pool compare the node's weights with this digest. Returns the first text that the pool notes."""
-    notes = queue.Queue()
-    pool.expect_weights(digest, notes.put)
-    return notes.get(timeout=time_limit(20))
 
 
 def has_ended(link):
@@ -110,32 +59,32 @@ def has_ended(link):
 def test_a_block_has_the_parts_of_all_agents_in_order_of_rank(node, remote):
     for block in range(LAYOUT.num_blocks):
         content = content_of(2 * block, 600) + content_of(2 * block + 1, 600)
-        assert remote.write(block, content)
-        assert [memory.read(block) for memory in node.memories] == [content[:600], content[600:]]
-        assert remote.read(block) == content
+        assert write(remote, block, content)
+        assert [memory.read([block]) for memory in node.memories] == [[content[:600]], [content[600:]]]
+        assert read(remote, block) == content
     assert remote.block_bytes == 1200
 
 
 def test_no_block_is_used_before_the_weights_were_compared(node):
     with closing(node.new_pool()) as unchecked, closing(node.new_pool()) as other:
         assert unchecked.is_usable is None
-        assert unchecked.read(0) is None
-        assert not unchecked.write(0, content_of(7, 1200))
+        assert read(unchecked, 0) is None
+        assert not write(unchecked, 0, content_of(7, 1200))
         assert compared(other, "e" * 64) == (
             "the weights of node node differ, so its blocks are not used: their digest is "
             f"{DIGEST}, the server's is {'e' * 64}"
         )
         assert other.is_usable is False
-        assert other.read(0) is None
-        assert not other.write(0, content_of(7, 1200))
-    assert [memory.read(0) for memory in node.memories] == [bytes(600)] * 2
+        assert read(other, 0) is None
+        assert not write(other, 0, content_of(7, 1200))
+    assert [memory.read([0]) for memory in node.memories] == [[bytes(600)]] * 2
 
 
 @pytest.fixture
 def slow_node():
     """Provides a node that reads its weights until ``is_read`` is set."""
     is_read = threading.Event()
-    node = Node(lambda: is_read.wait(time_limit(60)) and DIGEST)
+    node = BlockNode(lambda: is_read.wait(time_limit(60)) and DIGEST)
     node.is_read = is_read
     yield node
     is_read.set()
@@ -151,13 +100,13 @@ def test_nothing_waits_while_the_node_reads_its_weights(slow_node, is_same):
             pool.expect_weights(DIGEST if is_same else "e" * 64, notes.put)
         wait_for(lambda: slow_node.blocks._reader)
         assert pool.is_usable is None
-        assert pool.read(0) is None
-        assert not pool.write(0, content_of(7, 1200))
+        assert read(pool, 0) is None
+        assert not write(pool, 0, content_of(7, 1200))
         assert notes.empty()
         slow_node.is_read.set()
         assert ("differ" in notes.get(timeout=time_limit(20))) is not is_same
         assert pool.is_usable is is_same
-        assert pool.read(0) == (bytes(1200) if is_same else None)
+        assert read(pool, 0) == (bytes(1200) if is_same else None)
         assert notes.empty()
     assert pool.is_usable is False
 
@@ -178,7 +127,7 @@ def test_a_node_that_can_be_reached_later_is_used(node, monkeypatch):
         assert pool.is_usable is None
         may_connect.set()
         assert notes.get(timeout=time_limit(20)) == ""
-        assert pool.read(0) == bytes(1200)
+        assert read(pool, 0) == bytes(1200)
 
 
 def tiers_of(folder, *overrides):
@@ -233,11 +182,11 @@ def test_weights_that_have_changed_are_reported():
     def fail():
         raise CheckpointError("the weights have changed since the start of the server")
 
-    node = Node(fail)
+    node = BlockNode(fail)
     try:
         with closing(node.new_pool()) as pool:
             assert "blocks are not used: the weights have changed since" in compared(pool)
-            assert pool.read(0) is None
+            assert read(pool, 0) is None
     finally:
         node.close()
 
@@ -248,7 +197,7 @@ def test_an_unexpected_error_of_the_node_is_reported():
     def fail():
         raise ValueError("a strange file")
 
-    node = Node(fail)
+    node = BlockNode(fail)
     try:
         with closing(node.new_pool()) as pool:
             assert "they could not be read: ValueError('a strange file')" in compared(pool)
@@ -268,7 +217,7 @@ def test_a_thread_that_could_not_start_is_started_later(node, monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", start_later)
     with closing(node.new_pool()) as pool:
         assert compared(pool) == ""
-        assert pool.read(0) == bytes(1200)
+        assert read(pool, 0) == bytes(1200)
     assert failed
 
 
@@ -277,17 +226,23 @@ def test_a_thread_that_could_not_start_is_started_later(node, monkeypatch):
     [
         wire.REQUEST.pack(9, 0),
         wire.REQUEST.pack(0, 0),
-        wire.REQUEST.pack(wire.READ, LAYOUT.num_blocks),
-        wire.REQUEST.pack(wire.WRITE, 1 << 31) + bytes(1200),
+        wire.REQUEST.pack(wire.READ, 0),
+        wire.request_for(wire.READ, [0] * (wire.MAX_REQUEST_BLOCKS + 1)),
+        wire.REQUEST.pack(wire.WRITE, (1 << 32) - 1),
+        wire.request_for(wire.READ, [0, LAYOUT.num_blocks, 1]),
+        wire.request_for(wire.WRITE, [0, 1 << 31]) + bytes(2400),
     ],
-    ids=["unknown kind", "kind 0", "read behind the end", "write behind the end"],
+    ids=[
+        *("unknown kind", "kind 0", "no block", "too many blocks", "very many blocks"),
+        *("read behind the end", "write behind the end"),
+    ],
 )
 def test_a_wrong_request_ends_its_connection_only(node, remote, request_bytes):
     with closing(node.admitted()) as link:
         link.sendall(request_bytes)
         assert has_ended(link)
-    assert remote.write(1, content_of(3, 1200))
-    assert remote.read(1) == content_of(3, 1200)
+    assert write(remote, 1, content_of(3, 1200))
+    assert read(remote, 1) == content_of(3, 1200)
 
 
 def test_a_connection_without_the_secret_or_with_other_sizes_is_refused(node):
@@ -305,14 +260,14 @@ def test_a_connection_without_the_secret_or_with_other_sizes_is_refused(node):
 
 def test_a_late_write_of_an_old_connection_changes_nothing(node):
     with closing(node.admitted()) as old:
-        old.sendall(wire.REQUEST.pack(wire.WRITE, 2) + content_of(8, 1000))
+        old.sendall(wire.request_for(wire.WRITE, [2]) + content_of(8, 1000))
         with closing(node.new_pool()) as pool:
             assert compared(pool) == ""
-            assert pool.write(2, content_of(4, 1200))
+            assert write(pool, 2, content_of(4, 1200))
             with suppress(ConnectionError):  # on a slow machine, the node has already closed the connection
                 old.sendall(content_of(8, 200))
             assert has_ended(old)
-            assert pool.read(2) == content_of(4, 1200)
+            assert read(pool, 2) == content_of(4, 1200)
 
 
 class HeldSocket(socket.socket):
@@ -339,30 +294,30 @@ def test_a_connection_whose_thread_was_held_is_old_when_another_one_was_accepted
         introduce(old, wire.MAGIC, node.blocks.secret, node.facts)
         wait_for(lambda: held.num_sent == 2)
         remote._link.shutdown(socket.SHUT_RDWR)
-        assert remote.write(2, content_of(4, 1200)), "through a new connection"
-        old.sendall(wire.REQUEST.pack(wire.WRITE, 2) + content_of(8, 1200))
+        assert write(remote, 2, content_of(4, 1200)), "through a new connection"
+        old.sendall(wire.request_for(wire.WRITE, [2]) + content_of(8, 1200))
         held.go_on.set()
         assert has_ended(old)
-        assert remote.read(2) == content_of(4, 1200)
+        assert read(remote, 2) == content_of(4, 1200)
 
 
 def test_a_connection_with_wrong_facts_does_not_replace_the_newest_one(node, remote):
-    assert remote.write(1, content_of(3, 1200))
+    assert write(remote, 1, content_of(3, 1200))
     newest = remote._link
     for secret, facts in ((node.blocks.secret, node.facts[:24]), (bytes(32), node.facts)):
         with closing(node.connect()) as link, pytest.raises(ProtocolError, match="refused"):
             introduce(link, wire.MAGIC, secret, facts)
-    assert remote.write(1, content_of(4, 1200))
+    assert write(remote, 1, content_of(4, 1200))
     assert remote._link is newest
 
 
 def test_a_broken_connection_is_replaced(node, remote):
-    assert remote.write(0, content_of(5, 1200))
+    assert write(remote, 0, content_of(5, 1200))
     remote._link.shutdown(socket.SHUT_RDWR)
-    assert remote.read(0) == content_of(5, 1200)
+    assert read(remote, 0) == content_of(5, 1200)
     remote._link.shutdown(socket.SHUT_RDWR)
-    assert remote.write(0, content_of(6, 1200))
-    assert remote.read(0) == content_of(6, 1200)
+    assert write(remote, 0, content_of(6, 1200))
+    assert read(remote, 0) == content_of(6, 1200)
 
 
 def test_a_write_whose_end_is_unknown_returns_only_after_the_end_of_the_agents(monkeypatch):
@@ -381,18 +336,18 @@ def test_a_write_whose_end_is_unknown_returns_only_after_the_end_of_the_agents(m
             admit(far, wire.MAGIC, bytes(32), lambda facts: "")
             receive(far, wire.REQUEST.size)
             far.sendall(wire.WEIGHTS_REPLY.pack(wire.KNOWN, DIGEST.encode()))
-            receive(far, wire.REQUEST.size + 600)
+            receive(far, wire.REQUEST.size + wire.BLOCK.size + 600)
 
     pool = RemotePool("node", [LAYOUT], connect, bytes(32))
     with ThreadPoolExecutor(2) as threads, closing(pool):
         ended = threads.submit(answer)
         assert compared(pool) == ""
-        written = threads.submit(pool.write, 0, bytes(600))
+        written = threads.submit(pool.write, [0], [bytes(600)])
         wait_for(lambda: pool.problem)
         assert pool.problem == "it is not known whether a host block was written: no node"
         assert not written.done()
         pool.close()
-        assert written.result(time_limit(20)) is False
+        assert written.result(time_limit(20)) == 0
         ended.result(time_limit(20))
 
 
@@ -405,8 +360,8 @@ def test_a_write_that_was_never_sent_ends_nothing(monkeypatch):
     with closing(RemotePool("node", [LAYOUT], connect, bytes(32))) as pool:
         assert compared(pool).endswith("are unknown, so its blocks are not used: no node")
         pool._has_same_weights, pool._resume_at = True, 0.0
-        assert not pool.write(0, bytes(600))
-        assert pool.read(0) is None
+        assert not write(pool, 0, bytes(600))
+        assert read(pool, 0) is None
         assert pool.problem == ""
 
 
@@ -442,8 +397,8 @@ def test_blocks_travel_between_real_processes(replica, key, tmp_path):
     def copy():
         assert compared(blocks, weights_digest(small_config(tmp_path, TIERS))) == ""
         contents = [content_of(number, blocks.block_bytes) for number in range(8)]
-        assert all(blocks.write(number, content) for number, content in enumerate(contents))
-        assert [blocks.read(number) for number in range(8)] == contents
+        assert blocks.write(range(8), contents) == 8
+        assert blocks.read(range(8)) == contents
         address = read_address(node.address)
         link = connect_for_blocks(address, ClusterKey(str(key)).host_blocks)
         with closing(link), pytest.raises(ProtocolError, match="refused"):
@@ -453,7 +408,7 @@ def test_blocks_travel_between_real_processes(replica, key, tmp_path):
     blocks.problem = "it is not known whether a host block was written"
     [*_, lost] = events_until(executor, AgentLost)
     assert "not known whether a host block was written" in str(lost)
-    assert blocks.read(0) is None
+    assert read(blocks, 0) is None
     assert list(executor.host_pools()) != [blocks]
 
 
@@ -463,14 +418,14 @@ def test_a_node_that_is_killed_ends_its_writes(replica, tmp_path):
     assert result_of(executor, lambda: compared(blocks, weights_digest(small_config(tmp_path, TIERS)))) == ""
     written = []
 
-    def write():
-        while blocks.write(len(written) % 8, content_of(len(written) % 200, blocks.block_bytes)):
+    def write_until_lost():
+        while write(blocks, len(written) % 8, content_of(len(written) % 200, blocks.block_bytes)):
             written.append(True)
 
     with ThreadPoolExecutor(1) as thread:
-        ended = thread.submit(write)
+        ended = thread.submit(write_until_lost)
         poll_until(executor, lambda: len(written) > 20)
         node.send_signal(signal.SIGKILL)
         events_until(executor, AgentLost)
         ended.result(time_limit(20))
-    assert blocks.read(0) is None
+    assert read(blocks, 0) is None

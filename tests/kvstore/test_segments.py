@@ -182,17 +182,19 @@ class Pool:
     """Host blocks in a list."""
 
     block_bytes = CONTENT_BYTES
+    blocks_at_once = 1
     is_usable = True
 
     def __init__(self):
         self.blocks = [content(number) for number in range(8)]
 
-    def read(self, block):
-        return self.blocks[block]
+    def read(self, blocks):
+        return [self.blocks[block] for block in blocks]
 
-    def write(self, block, data):
-        self.blocks[block] = data
-        return True
+    def write(self, blocks, contents):
+        for block, data in zip(blocks, contents, strict=True):
+            self.blocks[block] = data
+        return len(blocks)
 
 
 def test_a_full_disk_stops_writes_but_not_reads(tmp_path, monkeypatch):
@@ -235,11 +237,11 @@ def test_a_full_disk_stops_writes_but_not_reads(tmp_path, monkeypatch):
 class LostPool(Pool):
     """Host blocks on a machine that cannot be reached."""
 
-    def read(self, block):
-        return None
+    def read(self, blocks):
+        return []
 
-    def write(self, block, data):
-        return False
+    def write(self, blocks, contents):
+        return 0
 
 
 def test_a_machine_that_cannot_be_reached_is_no_failure_of_the_disk(tmp_path):
@@ -303,8 +305,8 @@ def test_what_a_doubtful_run_wrote_is_removed(tmp_path):
 def test_the_parts_of_several_agents_make_one_block():
     parts = [Pool(), Pool()]
     joined = pool_of(parts)
-    assert joined.read(3) == content(3) * 2
-    joined.write(2, content(5) + content(6))
+    assert joined.read([3, 1]) == [content(3) * 2, content(1) * 2]
+    assert joined.write([2], [content(5) + content(6)]) == 1
     assert (parts[0].blocks[2], parts[1].blocks[2]) == (content(5), content(6))
 
 

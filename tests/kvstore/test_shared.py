@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import pytest
 
@@ -132,17 +133,18 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path):
 
 class Pool:
     block_bytes = BYTES
+    blocks_at_once = 8
     is_usable = True
 
     def __init__(self) -> None:
         self.blocks: dict[int, bytes] = {}
 
-    def read(self, block: int) -> bytes:
-        return self.blocks[block]
+    def read(self, blocks: Sequence[int]) -> list[bytes]:
+        return [self.blocks[block] for block in blocks]
 
-    def write(self, block: int, value: bytes) -> bool:
-        self.blocks[block] = value
-        return True
+    def write(self, blocks: Sequence[int], contents: Sequence[bytes]) -> int:
+        self.blocks.update(zip(blocks, contents, strict=True))
+        return len(blocks)
 
 
 def test_two_tiers_read_their_parts_at_the_same_time(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 
@@ -23,17 +23,18 @@ CONTENT_BYTES = 1000
 
 class Pool:
     block_bytes = CONTENT_BYTES
+    blocks_at_once = 2
     is_usable = True
 
     def __init__(self) -> None:
         self.blocks: dict[int, bytes] = {}
 
-    def read(self, block: int) -> bytes:
-        return self.blocks.get(block, bytes(CONTENT_BYTES))
+    def read(self, blocks: Sequence[int]) -> list[bytes]:
+        return [self.blocks.get(block, bytes(CONTENT_BYTES)) for block in blocks]
 
-    def write(self, block: int, content: bytes) -> bool:
-        self.blocks[block] = content
-        return True
+    def write(self, blocks: Sequence[int], contents: Sequence[bytes]) -> int:
+        self.blocks.update(zip(blocks, contents, strict=True))
+        return len(blocks)
 
 
 class Source:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -20,27 +20,28 @@ CONTENTS = [bytes([number]) * BYTES for number in range(6)]
 
 class Pool:
     block_bytes = BYTES
+    blocks_at_once = 2
     is_usable = True
 
     def __init__(self) -> None:
         self.blocks: dict[int, bytes] = {}
 
-    def read(self, block: int) -> bytes:
-        return self.blocks[block]
+    def read(self, blocks: Sequence[int]) -> list[bytes]:
+        return [self.blocks[block] for block in blocks]
 
-    def write(self, block: int, content: bytes) -> bool:
-        self.blocks[block] = content
-        return True
+    def write(self, blocks: Sequence[int], contents: Sequence[bytes]) -> int:
+        self.blocks.update(zip(blocks, contents, strict=True))
+        return len(blocks)
 
 
 class LostPool(Pool):
     """Host blocks on a machine that cannot be reached."""
 
-    def read(self, block: int) -> bytes | None:  # type: ignore[override]
-        return None
+    def read(self, blocks: Sequence[int]) -> list[bytes]:
+        return []
 
-    def write(self, block: int, content: bytes) -> bool:
-        return False
+    def write(self, blocks: Sequence[int], contents: Sequence[bytes]) -> int:
+        return 0
 
 
 class Setup:
@@ -128,9 +129,23 @@ def test_a_replica_whose_blocks_are_not_usable_takes_no_part_in_a_copy(usable):
     setup.run(setup.transfers.write(KEYS[:2], CONTENTS[:2]))
     pool = setup.stores[0].pool
     pool.is_usable = usable
-    pool.read, pool.write = lambda block: None, lambda block, content: False
+    pool.read, pool.write = lambda blocks: [], lambda blocks, contents: 0
     assert setup.run(setup.transfers.write(KEYS[2:4], CONTENTS[2:4])) == 2
     assert setup.run(setup.transfers.read(KEYS[:4])).contents == CONTENTS[:4]
+    setup.check_quiet()
+
+
+def test_blocks_of_several_replicas_are_read_up_to_the_first_one_that_does_not_arrive():
+    setup = Setup()
+    first, second = (store.pool for store in setup.stores)
+    for number, usable in enumerate((first, second)):
+        first.is_usable, second.is_usable = usable is first, usable is second
+        assert setup.run(setup.transfers.write(KEYS[3 * number : 3 * number + 3], CONTENTS[3 * number :])) == 3
+    first.is_usable = second.is_usable = True
+    assert setup.run(setup.transfers.read(KEYS)).contents == CONTENTS
+    read = first.read
+    first.read = lambda blocks: read(blocks[:2])
+    assert setup.run(setup.transfers.read(KEYS)).contents == CONTENTS[:2]
     setup.check_quiet()
 
 

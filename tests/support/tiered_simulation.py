@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from llm_serving.kvstore.disk import DiskTier
@@ -63,18 +63,23 @@ class DevicePool:
     """The host blocks of a fake device, as bytes."""
 
     is_usable = True
+    blocks_at_once = 3
 
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
         self._size = device.limits.block_size
         self.block_bytes = 4 * self._size
 
-    def read(self, block: int) -> bytes:
-        return struct.pack(f"<{self._size}i", *self._device.host[block * self._size : (block + 1) * self._size])
+    def read(self, blocks: Sequence[int]) -> list[bytes]:
+        return [struct.pack(f"<{self._size}i", *self._device.host[self._part(block)]) for block in blocks]
 
-    def write(self, block: int, content: bytes) -> bool:
-        self._device.host[block * self._size : (block + 1) * self._size] = struct.unpack(f"<{self._size}i", content)
-        return True
+    def write(self, blocks: Sequence[int], contents: Sequence[bytes]) -> int:
+        for block, content in zip(blocks, contents, strict=True):
+            self._device.host[self._part(block)] = struct.unpack(f"<{self._size}i", content)
+        return len(blocks)
+
+    def _part(self, block: int) -> slice:
+        return slice(block * self._size, (block + 1) * self._size)
 
 
 class TieredSimulation(Simulation):
