@@ -206,7 +206,7 @@ class Replica:
         """
         self.wakeup = None
         outputs: list[RequestOutput] = []
-        if not self.is_ready:
+        if not self.is_ready or self._is_held:
             return outputs
         executor, scheduler = self.executor, self.scheduler
         if self._speculator is not None and (offers := self._speculator.take_offers()):
@@ -222,6 +222,7 @@ class Replica:
                 break
             if self._speculator is not None:
                 step.num_wanted = self._speculator.wanted(step)
+                step.is_held = self._speculator.holds(step)
             self._sent[step.seq] = (step, now)
             self._num_just_sent += 1
             try:
@@ -235,9 +236,14 @@ class Replica:
                 failed = StepResult(step.seq, error=f"the step could not be sent: {error}")
                 outputs += self.take_result(failed, now)
             else:
-                if self._speculator is not None and self._speculator.holds(step):
+                if step.is_held:
                     break  # a step that is sent now could not verify the drafts
         return outputs
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether a step in flight is held. Then no command and no new request may send another step before it ends."""
+        return self._speculator is not None and any(step.is_held for step, _ in self._sent.values())
 
     def _next_wakeup(self, now: float) -> float | None:
         wakeup, due = self.scheduler.next_wakeup(now), None if self.store is None else self.store.next_due

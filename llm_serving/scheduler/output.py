@@ -140,6 +140,9 @@ class ScheduledStep:
     """Number of input tokens of a DECODE step that are drafts."""
     num_wanted: int = 0
     """Number of drafts that the agent's draft model makes for each sequence after the step. The engine sets it."""
+    is_held: bool = False
+    """Whether no step is sent before the result of this step, whose drafts the next step verifies. The engine sets it
+    when it sends the step."""
     state_moves: list[tuple[int, int, int]] = field(default_factory=list)
     """Loads and saves of states of linear attention: (index of a sequence in the step, n, snapshot). With n = 0, the
     sequence resumes from the snapshot. Otherwise, the step saves the state after the sequence's first n tokens."""

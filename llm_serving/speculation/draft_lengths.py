@@ -100,7 +100,7 @@ class DraftLengths:
         loss_s = -use.num_gained * plain_s / max(1, step.num_seqs - step.num_drafts)
         if step.num_wanted:
             loss_s += min(draft_s, (use.num_missed + step.num_wanted) * plain_s)
-            loss_s += self._costs.gap_s if self.holds(step) else 0.0
+            loss_s += self._costs.gap_s if step.is_held else 0.0
         if use.num_verified:
             seconds = self._costs.seconds(step.num_seqs) or plain_s
             loss_s += (seconds - plain_s) * use.num_verified / step.num_drafts

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
+
 from llm_serving.request import Request
 from llm_serving.sampling_params import SamplingParams
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepKind, StepResult
@@ -55,6 +57,7 @@ class Serving:
         num_drafts = len(requests) - len(self.requests)
         step = ScheduledStep(0, StepKind.DECODE, requests, rows=[0] * len(requests), num_drafts=num_drafts)
         step.num_wanted = self.speculator.wanted(step)
+        step.is_held = self.speculator.holds(step)
         updates, drafts, index = [], [], 0
         for request in self.requests:
             draft = offers.get(request.request_id, [])
@@ -177,6 +180,24 @@ def test_a_stall_of_the_machine_in_a_trial_delays_no_trial() -> None:
             num_steps += 1
         assert TRIAL_INTERVAL <= num_steps < 3 * TRIAL_INTERVAL, stall_at
         assert lengths.after_decode(1, 1, 0.9, 1) == 1, "the next trial begins"
+
+
+def test_only_a_step_that_was_held_costs_the_time_between_steps() -> None:
+    """The last steps of a trial are sent ahead, and some of their results arrive after the end of the trial."""
+    costs = StepCosts()
+    costs.note(1, 0.010, 0.030)
+    lengths = DraftLengths(costs, 4, 32, 1.05, always=False)
+    result = StepResult(0, [0], graph_us=10_000, sample_us=1000, draft_us=1000)
+    steps = [ScheduledStep(0, StepKind.DECODE, rows=[0], num_wanted=1) for _ in range(TRIAL_STEPS + 1)]
+    for step in steps:
+        step.is_held = lengths.holds(step)
+    for step in steps[:-1]:
+        lengths.note(step, result, StepUse(1))
+    assert not lengths.is_trial
+    assert lengths._loss(steps[-1], 0.001, StepUse(1), 0.010) == pytest.approx(0.001)
+    held = ScheduledStep(0, StepKind.DECODE, rows=[0], num_wanted=1, is_held=True)
+    assert lengths._loss(held, 0.001, StepUse(1), 0.010) == pytest.approx(0.001 + costs.gap_s)
+    assert costs.gap_s > 0
 
 
 def test_gains_pay_for_earlier_losses_only() -> None:

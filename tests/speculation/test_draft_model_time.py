@@ -5,8 +5,13 @@ Engine, scheduler and speculator are real. The times of steps and of the draft m
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
+from llm_serving.engine.commands import UseStores
+from llm_serving.engine.core import EngineCore
+from llm_serving.executor.base import ExecutorEvent
 from support.drafting_machine import Client, Machine, Times, copied_text, new_text, serve, with_model, without_model
 from support.sweeps import with_sweeps
 
@@ -91,6 +96,26 @@ def passes_per_draft(machine: Machine) -> float:
 def test_drafts_are_verified_by_the_next_step() -> None:
     """Without the wait, the step after a plain step is sent ahead. Then all drafts of a step are lost."""
     drafting = serve(chats(1), Times(draft_pass=0.0005), 1.0, with_model())
+    assert passes_per_draft(drafting) < 1.1
+
+
+def test_a_command_during_a_held_step_sends_no_step_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands such as the start of a profile wake the engine while a step runs, whose drafts the next step verifies.
+    """
+    poll, step = Machine.poll, EngineCore.step
+    calls = itertools.count()
+
+    def without_result(self: Machine, timeout_s: float | None) -> list[ExecutorEvent]:
+        return [] if next(calls) % 2 else poll(self, timeout_s)
+
+    def with_command(self: EngineCore) -> None:
+        self.submit(UseStores(lambda stores: None))
+        step(self)
+
+    monkeypatch.setattr(Machine, "poll", without_result)
+    monkeypatch.setattr(EngineCore, "step", with_command)
+    drafting = serve(chats(1), Times(draft_pass=0.0005), 1.0, with_model())
+    assert drafting.num_drafts > 100
     assert passes_per_draft(drafting) < 1.1
 
 
