@@ -1,19 +1,26 @@
 """Measures how a server behaves under a load that is many times larger than the load it can serve.
 
 The program starts a server with several API keys. Light keys send a few requests per second. Heavy keys send the
-overload. Four measurements follow each other:
+overload. First the program searches the rate with the largest goodput, the rate of the peak. The goodput is the number
+of requests per second that meet their objectives. The request rate doubles until the goodput is clearly below the
+rate. Then several rates around this goodput are measured.
 
-  alone     the latencies of the light keys without any other load. The same requests follow under overload
-  peak      the largest goodput, which is the number of requests per second that meet their objectives. The request rate
-            doubles until the goodput is clearly below the rate. Then several rates around this goodput are measured
+The largest of several measured goodputs is too large on average, because it is also the luckiest. So the search only
+finds the rate. Then ``--rounds`` rounds follow, each with three loads of ``--duration`` seconds:
+
+  peak      the goodput at the rate of the peak, measured again
   overload  the goodput and the latencies while four heavy keys and the light keys send requests. Together the heavy
-            keys send ``--factor`` times the rate of the peak for ``--duration`` seconds. Three of them exceed their
-            quotas. The fourth has no quota; its requests are refused when the queue is full
-  memory    the memory of all processes of the server, before and during the overload
+            keys send ``--factor`` times the rate of the peak. Three of them exceed their quotas. The fourth has no
+            quota; its requests are refused when the queue is full
+  alone     the latencies of the light keys without any other load, with the same requests as under overload
+
+The order changes with every round. The load ``alone`` always follows the overload, because the server keeps batch rows
+free for light keys for 30 seconds after an overload, and a peak in this time would be too low. The program also
+measures the memory of all processes of the server, before and during the overload.
 
 There are four goals. The exit code is 1 if one of them is missed:
 
-  goodput         the goodput under overload is at least 95 % of the peak
+  goodput         the goodput under overload is at least 95 % of the peak in the same round: the median of the rounds
   refusals        the 99th percentile of the time to a refusal (429) is at most 20 ms
   light_ttft      the 99th percentile of the light keys' time to first token is at most 1.5 times the value of "alone"
   light_refused   no request of a light key is refused
@@ -26,6 +33,7 @@ hypervisor took.
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import tempfile
 import time
@@ -49,6 +57,7 @@ from performance.program import (
     LoadTestError,
     exits_with_errors,
     new_parser,
+    parse_count,
     parse_range,
     positive,
     write_json,
@@ -66,6 +75,8 @@ HEAVY_KEYS = ("requests", "tokens", "in-flight", "open")
 QUOTA_SHARE = 0.1
 """Quota per minute of a heavy key, as a fraction of the peak goodput."""
 QUOTA_IN_FLIGHT = 8
+READER = "reader"
+"""A key that sends no load. Its models show whether the server has read the changed key file."""
 PEAK_STEPS = (0.85, 1.0, 1.15, 1.3)
 """The request rates that are measured to find the peak of the goodput, as multiples of a first estimate.
 
@@ -90,7 +101,7 @@ class Keys:
 
     @classmethod
     def new(cls, file: Path) -> Keys:
-        names = ["peak", *(f"light-{i}" for i in range(LIGHT_KEYS)), *(f"heavy-{name}" for name in HEAVY_KEYS)]
+        names = ["peak", READER, *(f"light-{i}" for i in range(LIGHT_KEYS)), *(f"heavy-{name}" for name in HEAVY_KEYS)]
         keys = cls(file, {name: new_secret() for name in names})
         keys.write({})
         return keys
@@ -135,6 +146,17 @@ def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -
     return 0 if all(goal["pass"] for goal in results["goals"].values()) else EXIT_FAILURES
 
 
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The three loads of a round, the memory of the server during the overload, and the time that a hypervisor took."""
+
+    peak: FloodRun
+    overload: FloodRun
+    alone: FloodRun
+    memory_mib: list[float]
+    stolen_share: float
+
+
 class Study:
     """Runs the loads of one measurement, one after the other."""
 
@@ -147,43 +169,57 @@ class Study:
         self._num_loads = 0
 
     def run(self) -> dict[str, Any]:
-        """Sends the loads of the benchmark and returns its figures as a JSON object.
-
-        The loads are: increasing rates to find the peak, the light keys alone, and the overload.
-        """
+        """Sends the loads of the benchmark and returns its figures as a JSON object."""
         parsed = self._parsed
         self._load([self._keys.load("peak", parsed.warm_up_rate)], parsed.peak_duration / 2)
         rows = self._peak_rows()
-        peak = max(rows, key=lambda row: float(row["goodput_per_s"]))
-        light_rate = parsed.light_share * peak["rate"] / LIGHT_KEYS
-        light = [self._keys.load(f"light-{i}", light_rate) for i in range(LIGHT_KEYS)]
-        alone = self._load(light, parsed.duration, LIGHT_SEED)
-        rate = parsed.factor * peak["rate"]
-        self._limit_heavy_keys(peak["goodput_per_s"])
-        heavy = [self._keys.load(f"heavy-{name}", rate / len(HEAVY_KEYS)) for name in HEAVY_KEYS]
-        _progress(f"overload with {rate:.0f} requests/s")
-        before = psutil.cpu_times()
-        with sampled(MEMORY_INTERVAL_S, children_mib) as memory:
-            flood = self._load([*light, *heavy], parsed.duration, LIGHT_SEED)
-        stolen = _stolen_share(before, psutil.cpu_times())
-        figures = self._figures(peak["goodput_per_s"], alone, flood)
+        best = max(rows, key=lambda row: float(row["goodput_per_s"]))
+        self._limit_heavy_keys(best["goodput_per_s"])
+        rounds = [self._round(number, best["rate"]) for number in range(parsed.rounds)]
+        figures = self._figures(rounds)
+        memory = [sample for each in rounds for sample in each.memory_mib]
         third = max(1, len(memory) // 3)
+        floods = [each.overload for each in rounds]
+        lateness = sorted(late for flood in floods for late in flood.lateness_ms)
         return {
             "rates": rows,
-            "peak_rate": peak["rate"],
-            "peak_goodput_per_s": peak["goodput_per_s"],
-            "overload_rate": rate,
+            "peak_rate": best["rate"],
+            "overload_rate": parsed.factor * best["rate"],
             "overload_duration_s": parsed.duration,
             **figures,
-            **_counts(flood.results),
-            "client_lateness_ms": _percentiles(flood.lateness_ms),
-            "client_cpu_share": flood.client_cpu_s / parsed.duration,
-            "stolen_share": stolen,
+            **_counts([one for flood in floods for one in flood.results]),
+            "client_lateness_ms": _percentiles(lateness),
+            "client_cpu_share": sum(flood.client_cpu_s for flood in floods) / (parsed.duration * len(floods)),
+            "stolen_share": statistics.mean(each.stolen_share for each in rounds),
             "memory_mib": {
                 "start": memory[0], "first_third": max(memory[:third]), "last_third": max(memory[-third:])
             },
             "goals": _goals(figures),
         }  # fmt: skip
+
+    def _round(self, number: int, peak_rate: float) -> Round:
+        """Sends the loads of one round: the peak first in even rounds, last in odd rounds."""
+        parsed, keys = self._parsed, self._keys
+        light = [keys.load(f"light-{i}", parsed.light_share * peak_rate / LIGHT_KEYS) for i in range(LIGHT_KEYS)]
+        rate = parsed.factor * peak_rate
+        heavy = [keys.load(f"heavy-{name}", rate / len(HEAVY_KEYS)) for name in HEAVY_KEYS]
+        seed = LIGHT_SEED + 1000 * number
+
+        def peak() -> FloodRun:
+            return self._load([keys.load("peak", peak_rate)], parsed.duration)
+
+        first = peak() if number % 2 == 0 else None
+        before = psutil.cpu_times()
+        with sampled(MEMORY_INTERVAL_S, children_mib) as memory:
+            overload = self._load([*light, *heavy], parsed.duration, seed)
+        stolen = _stolen_share(before, psutil.cpu_times())
+        alone = self._load(light, parsed.duration, seed)
+        found = Round(first or peak(), overload, alone, memory, stolen)
+        _progress(
+            f"round {number + 1}: goodput {self._goodput(found.peak):.2f}/s at {peak_rate:.1f} requests/s, "
+            f"{self._goodput(overload):.2f}/s at {rate:.0f} requests/s"
+        )
+        return found
 
     def _load(self, loads: Sequence[KeyLoad], duration_s: float, seed: int | None = None) -> FloodRun:
         """Runs one load. Without ``seed``, each load has different requests. The key at index i uses the seed plus i.
@@ -231,28 +267,36 @@ class Study:
             "heavy-requests": f"requests_per_minute={max(1, round(per_minute))}",
             "heavy-tokens": f"tokens_per_minute={max(largest, round(mean * per_minute))}",
             "heavy-in-flight": f"requests_in_flight={QUOTA_IN_FLIGHT}",
-            "peak": "models=none",  # /v1/models shows when the server has read the new file
+            READER: "models=none",  # /v1/models shows when the server has read the new file
         }
         self._keys.write(rights)
-        headers = {"Authorization": f"Bearer {self._keys.secrets['peak']}"}
+        headers = {"Authorization": f"Bearer {self._keys.secrets[READER]}"}
         until = time.monotonic() + KEY_FILE_TIMEOUT_S
         while b'"id"' in self._endpoint.get("/v1/models", 10.0, headers)[2]:
             if time.monotonic() > until:
                 raise LoadTestError("the server did not read the changed key file")
             time.sleep(0.1)
 
-    def _figures(self, peak: float, alone: FloodRun, flood: FloodRun) -> dict[str, Any]:
-        goodput = self._goodput(flood)
-        light = [one for one in flood.results if one.key.startswith("light")]
-        ttft_alone, ttft = _percentiles(_ttfts(alone.results)), _percentiles(_ttfts(light))
+    def _figures(self, rounds: Sequence[Round]) -> dict[str, Any]:
+        pairs = [(self._goodput(each.peak), self._goodput(each.overload)) for each in rounds]
+        shares = [overload / peak if peak else 0.0 for peak, overload in pairs]
+        results = [one for each in rounds for one in each.overload.results]
+        light = [one for one in results if one.key.startswith("light")]
+        ttft_alone = _percentiles(_ttfts([one for each in rounds for one in each.alone.results]))
+        ttft = _percentiles(_ttfts(light))
         refusals = {
-            code: _percentiles(sorted(one.response_ms or 0.0 for one in flood.results if one.code == code))
-            for code in sorted({one.code for one in flood.results if one.status == 429})
+            code: _percentiles(sorted(one.response_ms or 0.0 for one in results if one.code == code))
+            for code in sorted({one.code for one in results if one.status == 429})
         }
-        every = sorted(one.response_ms or 0.0 for one in flood.results if one.status == 429)
+        every = sorted(one.response_ms or 0.0 for one in results if one.status == 429)
         return {
-            "overload_goodput_per_s": goodput,
-            "goodput_share_of_peak": goodput / peak if peak else 0.0,
+            "rounds": [
+                {"peak_goodput_per_s": peak, "overload_goodput_per_s": overload, "share": share}
+                for (peak, overload), share in zip(pairs, shares, strict=True)
+            ],
+            "peak_goodput_per_s": statistics.median(peak for peak, _ in pairs),
+            "overload_goodput_per_s": statistics.median(overload for _, overload in pairs),
+            "goodput_share_of_peak": statistics.median(shares),
             "refusal_ms": _percentiles(every),
             "refusal_ms_by_code": refusals,
             "light_requests": len(light),
@@ -261,8 +305,8 @@ class Study:
             "light_ttft_ms_alone": ttft_alone,
             "light_ttft_ratio": ttft["p99"] / ttft_alone["p99"] if ttft and ttft_alone else None,
             "by_key": {
-                key: _counts([one for one in flood.results if one.key == key])
-                for key in sorted({one.key for one in flood.results})
+                key: _counts([one for one in results if one.key == key])
+                for key in sorted({one.key for one in results})
             },
         }
 
@@ -309,6 +353,7 @@ def _text(results: dict[str, Any]) -> str:
     rate, seconds = results["overload_rate"], results["overload_duration_s"]
     goodput = format_number(results["overload_goodput_per_s"])
     rows.append([f"{rate:.1f}", goodput, str(results["requests"]), str(results["refused"])])
+    shares = [each["share"] for each in results["rounds"]]
     memory = results["memory_mib"]
     late = results["client_lateness_ms"]
     times = [
@@ -328,7 +373,8 @@ def _text(results: dict[str, Any]) -> str:
         [
             format_table(["requests/s", "goodput/s", "requests", "refused"], rows),
             "",
-            f"  {rate:.0f} requests/s for {seconds:g} s: {results['goodput_share_of_peak']:.1%} of the peak's goodput",
+            f"  {rate:.0f} requests/s, {len(shares)} times for {seconds:g} s: {results['goodput_share_of_peak']:.1%} of"
+            f" the peak's goodput (median of {', '.join(f'{share:.1%}' for share in shares)})",
             f"  memory {memory['start']:.0f} MiB at the start, maximum {memory['first_third']:.0f} in the first third"
             f" and {memory['last_third']:.0f} in the last",
             f"  the client took {results['client_cpu_share']:.1%} of a core, and was late by {late['p99']:.1f} (p99) to"
@@ -350,7 +396,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rates", type=_rates, metavar="R,R", help="to find the peak (default: from the throughput)")
     parser.add_argument("--peak-duration", type=positive, default=20.0, help="seconds at each rate")
     parser.add_argument("--factor", type=positive, default=10.0, help="times the peak's rate (default %(default)s)")
-    parser.add_argument("--duration", type=positive, default=60.0, help="seconds of overload (default %(default)s)")
+    parser.add_argument("--rounds", type=parse_count, default=3, help="rounds of three loads (default %(default)s)")
+    parser.add_argument(
+        "--duration", type=positive, default=30.0, help="seconds of each load of a round (default %(default)s)"
+    )
     parser.add_argument("--light-share", type=positive, default=0.05, help="light keys' rate / peak's rate")
     parser.add_argument("--warm-up-rate", type=positive, default=10.0, help="requests/s before the first measurement")
     parser.add_argument("--prompt-len", type=parse_range, default=(128, 384), metavar="A:B")
