@@ -35,7 +35,7 @@ class UsageError(LoadTestError):
 
 
 class DisturbedError(LoadTestError):
-    """Raised if other programs disturbed a measurement so much that its figure is impossible, like a rate below 0."""
+    """Raised if other programs disturbed a measurement and made its result impossible, for example a rate below 0."""
 
 
 class ServerUnreachableError(LoadTestError):

@@ -110,7 +110,7 @@ class LinearForms:
 
         Static forms need bfloat16. With float32 scales, a bias, and no scale for each token, QuantBatchMatmul can only
         return bfloat16. For float16 it requires packed 64-bit scales with fewer digits (aclnnTransQuantParamV2).
-        This project cannot check such scales, so it does not support float16 here.
+        This project cannot check packed scales, so it does not support float16 here.
         """
         if dtype != "bfloat16" and (self.layers.is_static or self.output.is_static):
             raise ConfigError(

@@ -163,7 +163,7 @@ class Session:
         return max(self._last_result, self._last_data, 0.0 if self.bridge is None else self.bridge.last_update)
 
     def _report_quiet(self, group: AgentGroup) -> None:
-        """Tells the server if the agents have begun or ended to do nothing, because only the server knows all nodes."""
+        """Reports to the server when the agents become quiet or work again. Only the server knows all nodes."""
         is_quiet = bool(self._in_flight) and group.is_quiet(self._last_sign)
         if is_quiet != self._is_quiet:
             self._is_quiet = is_quiet

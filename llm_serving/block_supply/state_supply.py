@@ -169,9 +169,9 @@ class StateSupply(PrefixSupply, Stateful):
         """Returns the snapshot in which a decode step saves the state after ``end`` tokens, or None if none is free.
 
         ``num_known`` is the number of the sequence's known tokens. Tokens after them may still be dropped, because they
-        are drafts or are sampled by a step in flight. If only the new state includes such tokens, it gets
-        another snapshot, and ``saves.latest`` becomes ``saves.earlier``. Otherwise the new state overwrites
-        ``saves.latest``. If the new state includes only known tokens, the snapshot of ``saves.earlier`` is given back.
+        are drafts or are sampled by a step in flight. If only the new state includes later tokens, it gets another
+        snapshot, and ``saves.latest`` becomes ``saves.earlier``. Otherwise the new state overwrites ``saves.latest``.
+        If the new state includes only known tokens, the snapshot of ``saves.earlier`` is given back.
         """
         latest, size = saves.latest, self._kv_cache.block_size
         if end <= num_known and saves.earlier is not None:

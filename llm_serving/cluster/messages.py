@@ -182,8 +182,9 @@ class GroupReady(LinkMessage, frozen=True, tag="group_ready"):
 
 
 class Quiet(LinkMessage, frozen=True, tag="quiet"):
-    """Node of a group that spans nodes to server: whether all agents of the node have slept for longer than their step
-    may take, and no data of other nodes has arrived meanwhile. If this is true for all nodes, the group hangs.
+    """Node to server, in a group that spans nodes: whether all agents of the node are quiet. They are quiet if they
+    have slept for longer than their step may take, and no data of other nodes has arrived meanwhile. If the agents of
+    all nodes are quiet, the group hangs.
     """
 
     is_quiet: bool

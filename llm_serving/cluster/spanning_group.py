@@ -111,8 +111,8 @@ class SpanningGroup:
     def look(self, now: float, last_result: float, slots: Iterable[int]) -> None:
         """Sends a sign of life to each node if one is due. Raises AgentError if a node is lost or has been drained.
 
-        Also raises AgentLostError if all agents that have a step only wait for each other for ``NODE_PATIENCE_S``. An
-        agent may be quiet for a moment although it does not hang: its input is complete, but still on the way.
+        Also raises AgentLostError if all agents that have a step only wait for each other for ``NODE_PATIENCE_S``. A
+        shorter wait is no sign of a fault, because the input of an agent may still be on the way.
         """
         for part in self._parts:
             self._call(part, partial(part.look, now, last_result, slots))

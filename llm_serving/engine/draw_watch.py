@@ -5,7 +5,7 @@ from __future__ import annotations
 from llm_serving.scheduler.output import StepResult
 
 WINDOW = 500
-"""Number of steps of a window. Only steps count after which a step was launched ahead with drawn tokens."""
+"""Number of steps of a window. A step counts only if the next step was launched ahead with drawn tokens."""
 MAX_SHARE = 0.05
 """Largest share of second launches in a window without a warning. Each second launch takes the time of a step."""
 

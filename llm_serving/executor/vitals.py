@@ -78,8 +78,8 @@ class Vitals:
         return max(self._looked_at, last_result) + LOOK_EVERY_S
 
     def is_quiet(self, last_result: float) -> bool:
-        """Returns True if the agents have slept for longer than their step may take, so that they only wait for agents
-        on other machines, or hang.
+        """Returns True if the agents have slept for longer than their step may take. They hang, or wait for agents on
+        other machines.
 
         ``last_result`` is the time of the last result, or of the last data from other machines.
         """
@@ -156,8 +156,8 @@ class SilentAgents:
         """Returns False if the agents will not reply: a process is stopped or has ended, or all of them sleep.
 
         The agents count as asleep only after ``ASLEEP_LOOKS`` consecutive calls that find them asleep. A single call is
-        not enough, because an agent also sleeps after it has sent its reply, and this process may not have read the
-        reply yet. Returns False if there are no ``pids``.
+        not enough, because an agent also sleeps after its reply, which this process may not have read yet. Returns
+        False if there are no ``pids``.
         """
         states = [_thread_states(pid) for pid in self._pids]
         if not states or any(not found or found <= {"T", "Z"} for found in states):

@@ -128,7 +128,7 @@ def _fused_replay_bytes(config: Config, shape: ModelShape) -> int:
 def _native_replay_bytes(config: Config, shape: ModelShape, tokens: int) -> int:
     copied = copied_cache_bytes(config, shape)  # part of the activations of MindSpore's graph only
     step = (activation_bytes(config, shape) - copied) * tokens // config.max_num_batched_tokens
-    mask = 0 if shape.sinks else tokens * config.max_model_len * MASK_BYTES  # that of sinks is among the activations
+    mask = 0 if shape.sinks else tokens * config.max_model_len * MASK_BYTES  # activations include a mask for sinks
     logits = config.max_num_seqs * shape.vocab_size * config.dtype_bytes
     layer = RECORDED_LAYER_BYTES * (1 if shape.experts is None else 2)
     gathered = gathered_bytes(config, shape) if config.gathers_blocks else 0

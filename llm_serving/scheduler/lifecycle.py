@@ -261,8 +261,8 @@ def _is_arriving(sequence: Sequence) -> bool:
 
 
 def _has_foreign_blocks(sequence: Sequence) -> bool:
-    """Returns True if another replica may have computed blocks of this sequence: handed blocks, or blocks of the prefix
-    cache, which may have been handed or loaded from a KV tier before.
+    """Returns True if another replica may have computed blocks of this sequence. These are handed blocks and blocks of
+    the prefix cache, which may have been handed or loaded from a KV tier before.
     """
     chain = sequence.prefix_chain
     return sequence.num_handed > 0 or _is_arriving(sequence) or (chain is not None and chain.num_adopted > 0)

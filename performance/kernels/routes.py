@@ -1,6 +1,4 @@
-"""Records the experts that each token chooses, and can replace them by the experts that an earlier run chose. See
-``routes.cc``.
-"""
+"""Starts and reads the recording of experts that ``routes.cc`` makes: the choices of a run, and forced choices."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ LLMK_INLINE void store_lower(void* out, int64_t stride) {
 
 // Stores the sums of the tiles as rows, which are `stride` floats apart. A tile has 16 sums (a vector) of each row.
 // Tiles 0 and 1 have vectors 0 and 1 of the upper rows. With `lower`, tiles 2 and 3 have vectors 0 and 1 of the lower
-// rows. Without `lower`, they have vectors 2 and 3 of the upper rows. If `columns` is 2, there are no such vectors.
+// rows. Without `lower`, they have vectors 2 and 3 of the upper rows. If `columns` is 2, vectors 2 and 3 do not exist.
 // The function restore_sums() loads the tiles from the same addresses.
 LLMK_INLINE void store_sums(float* out, int64_t stride, bool lower, int64_t columns) {
   store_upper(out, stride * 4);

@@ -1,9 +1,9 @@
 """Refuses requests from their headers, without a task, routing and the objects of a request.
 
 Under a load of many times the capacity, most requests are refused, and the refusals share the processor with the
-accepted requests. So ``EarlyRefusals`` answers a refused request as soon as its headers have arrived. It calls the same
-functions as the normal path: the API key, the quotas, the shares of the queue, metrics, logs and the form of errors.
-So both paths decide and answer alike. Requests with unusual headers always take the normal path.
+accepted requests. So ``EarlyRefusals`` answers a refused request as soon as its headers have arrived. For API keys,
+quotas, shares of the queue, metrics, logs and error responses, it calls the same functions as the normal path. So both
+paths decide and answer alike. Requests with unusual headers always take the normal path.
 """
 
 from __future__ import annotations

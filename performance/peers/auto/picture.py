@@ -30,7 +30,7 @@ def write_picture(path: Path, comparisons: Mapping[str, Comparison]) -> None:
 
 
 def numbers_path(path: Path) -> Path:
-    """Returns the JSON file beside the picture ``path`` that holds the picture's numbers."""
+    """Returns the path of the JSON file with the numbers of the picture ``path``. Both are in one folder."""
     return path.with_suffix(".json")
 
 
