@@ -237,7 +237,8 @@ class EngineCore:
     ) -> list[Replica]:
         """Returns the replicas that may be able to schedule a new step.
 
-        These are the replicas with an event or a due wakeup. ``has_only_added`` depends on the commands that came:
+        These are the replicas with an event, a due wakeup or news of their KV tiers. ``has_only_added`` depends on the
+        commands that came:
 
         * None: no commands.
         * True: new requests and no other commands. The result also has one replica with a free step slot. The router
@@ -255,7 +256,7 @@ class EngineCore:
         if has_only_added:
             able = (one.index for one in replicas if one.is_ready and one.executor.num_free_slots)
             indices.update(islice(able, 1))
-        return [one for one in replicas if one.index in indices or (one.wakeup is not None and one.wakeup <= now)]
+        return [one for one in replicas if one.index in indices or one.is_due(now)]
 
     @property
     def _waits_for_agents(self) -> bool:

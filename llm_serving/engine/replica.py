@@ -97,6 +97,11 @@ class Replica:
         """Whether steps are in flight."""
         return bool(self._sent)
 
+    def is_due(self, now: float) -> bool:
+        """Returns True if ``send_steps`` must be called although no event has come."""
+        has_news = self.store is not None and self.store.has_news
+        return has_news or (self.wakeup is not None and self.wakeup <= now)
+
     def status(self, router: Router | None) -> ReplicaStatus:
         """Returns the present state and figures of the replica. Any thread may call this method."""
         if self.is_ready:

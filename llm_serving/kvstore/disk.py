@@ -115,7 +115,11 @@ class FileTier(ABC):
     def __init__(self, on_problem: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self.figures = DiskFigures()
         self.mover = Mover(self._note_error)
-        self._on_open: list[Callable[[], None]] = []
+        self.num_doubts = 0
+        """Number of times that blocks which this server has read turned out to be doubtful. The engine must then forget
+        all blocks. Any thread may read it. Always 0 for the SSD tier.
+        """
+        self._on_change: list[Callable[[], None]] = []
         self._on_problem = on_problem
         self._clock = clock
         self._records: Records | None = None
@@ -145,9 +149,9 @@ class FileTier(ABC):
         self._records = None
         self.mover.submit(lambda: self._open(namespace()), urgent=True)
 
-    def when_open(self, call: Callable[[], None]) -> None:
-        """Registers a function that the mover calls each time the tier has been opened."""
-        self._on_open.append(call)
+    def when_changed(self, call: Callable[[], None]) -> None:
+        """Registers a function that the mover calls when the tier has been opened, or has raised ``num_doubts``."""
+        self._on_change.append(call)
 
     def find(self, key: BlockKey) -> Place | None:
         """Returns the place of a block, or None. Compares only the hash; ``read`` also compares the tokens."""
@@ -209,7 +213,10 @@ class FileTier(ABC):
             self._namespace = namespace
         self._records = self._last
         self._note()
-        for call in self._on_open:
+        self._changed()
+
+    def _changed(self) -> None:
+        for call in self._on_change:
             call()
 
     def _write_next(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -21,8 +22,13 @@ class Mover:
     If a job raises an error, the thread passes the error to ``on_error`` and runs the next job.
     """
 
-    def __init__(self, on_error: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, on_error: Callable[[Exception], None], every_s: float = 0.0, repeated: Callable[[], None] | None = None
+    ) -> None:
+        """``repeated`` is a job that runs every ``every_s`` seconds, before the jobs that are not urgent."""
         self._on_error = on_error
+        self._every_s, self._repeated = every_s, repeated
+        self._due = time.monotonic() + every_s
         self._urgent: deque[Callable[[], None]] = deque()
         self._others: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
@@ -77,7 +83,15 @@ class Mover:
 
     def _next(self) -> Callable[[], None] | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._urgent or self._others or self._ended)
+            while not (self._urgent or self._others or self._ended or self._is_due):
+                self._changed.wait(None if self._repeated is None else max(0.0, self._due - time.monotonic()))
             if self._urgent:
                 return self._urgent.popleft()
+            if self._is_due and not self._ended:
+                self._due = time.monotonic() + self._every_s
+                return self._repeated
             return self._others.popleft() if self._others else None
+
+    @property
+    def _is_due(self) -> bool:
+        return self._repeated is not None and time.monotonic() >= self._due

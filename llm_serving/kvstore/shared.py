@@ -2,6 +2,7 @@
 
     FOLDER/<namespace>/<first byte of the hash>/<hash>.kv   one record
     FOLDER/<namespace>/<first byte of the hash>/.*.tmp      a file that is being written
+    FOLDER/<namespace>/distrusted/<writer>                  a mark, see ``distrust_marks.py``
 
 A file is written under a temporary name and then renamed, so other machines see only complete files. Any machine may
 remove any file at any time. If a block of the index has been removed or replaced, its read counts as a miss. No machine
@@ -21,9 +22,12 @@ from pathlib import Path
 
 from llm_serving.block_moves.tier_moves import BlockKey
 from llm_serving.errors import ConfigError
-from llm_serving.kvstore.disk import FileTier
+from llm_serving.ipc.host_pool import HostPool
+from llm_serving.kvstore.disk import FileTier, Transfer
+from llm_serving.kvstore.distrust_marks import DistrustMarks
+from llm_serving.kvstore.mover import Mover
 from llm_serving.kvstore.places import Place, Segment
-from llm_serving.kvstore.records import HASH_BYTES, decode_content, encode_record
+from llm_serving.kvstore.records import HASH_BYTES, decode_content, decode_header, encode_record
 
 SUFFIX = ".kv"
 SCAN_S = 5.0
@@ -32,6 +36,14 @@ TRIM_S = 30.0
 """Minimum time between two measurements of the folder's size."""
 TEMPORARY_S = 3600.0
 """Age in seconds at which a temporary file is removed. The machine that wrote it must have died."""
+LOOK_S = 2.0
+"""Seconds between two looks at the marks of other machines. They are also read before each read of blocks."""
+QUIET_S = 5 * LOOK_S
+"""Seconds after a distrust in which a machine neither reads nor writes blocks.
+
+Meanwhile, the machines that have read its blocks mark their own blocks, and so on. Without this pause, two machines
+could exchange doubtful blocks without end.
+"""
 _TOUCH_S = 600.0
 _KEPT_PART = 0.9
 _numbers = itertools.count()
@@ -62,6 +74,8 @@ class SharedFolder:
         """For each scanned folder, its modification time in ns. A folder with the same time is not scanned again."""
         self._trimmed_at = float("-inf")
         self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._marks = DistrustMarks(self._own)
+        self.has_doubt()
         self.scan()
         self._trim()
 
@@ -92,8 +106,17 @@ class SharedFolder:
             if self._clock() - changed / 1e9 > 2.0:
                 self._changed[folder] = changed
 
+    def has_doubt(self) -> bool:
+        """Reads the marks of other machines. Returns True if this machine may use wrong blocks of one of them.
+
+        Raises OSError.
+        """
+        return self._marks.look()
+
     def read(self, place: Place, key: BlockKey) -> bytes | None:
-        """Returns the content of a block. Returns None if its file was removed, is damaged or holds another block."""
+        """Returns the content of a block. Returns None if its file was removed, is damaged, holds another block, or is
+        of a writer that other machines distrust.
+        """
         path = place.segment.path
         try:
             with path.open("rb") as file:
@@ -101,8 +124,8 @@ class SharedFolder:
         except OSError:
             self._index.pop(key.chained_hash, None)  # another machine has removed it, or the network is down
             return None
-        content = decode_content(data, self._namespace, key)
-        if content is None:
+        content, header = decode_content(data, self._namespace, key), decode_header(data)
+        if content is None or header is None or not self._marks.accepts(header.generation):
             self.num_rejected += 1
             self._index.pop(key.chained_hash, None)
             with contextlib.suppress(OSError):
@@ -121,7 +144,7 @@ class SharedFolder:
         """
         if key.chained_hash in self._index:
             return
-        record = encode_record(self._namespace, key, 0, content)
+        record = encode_record(self._namespace, key, self._marks.own, content)
         if len(record) > self._max_bytes:
             raise OSError(errno.EFBIG, f"a block of {len(record)} bytes exceeds the limit of {self._max_bytes} bytes")
         if self.num_bytes + len(record) > self._max_bytes or self._clock() - self._trimmed_at >= TRIM_S:
@@ -143,13 +166,20 @@ class SharedFolder:
         self._index[key.chained_hash] = Place(Segment(path, len(record), self._clock(), is_shared=True), 0, len(record))
 
     def drop_generation(self) -> None:
-        """Removes the files that this run of the server has written, because their contents may be wrong."""
-        for chained_hash in self._written:
-            name = chained_hash.hex()
-            self._index.pop(chained_hash, None)
-            with contextlib.suppress(OSError):
-                (self._own / name[:2] / f"{name}{SUFFIX}").unlink()
-        self._written.clear()
+        """Marks and removes the files that this run of the server has written, because their contents may be wrong.
+
+        Raises OSError if the mark cannot be made. The files are removed anyway.
+        """
+        written, self._written = self._written, set()
+        try:
+            if written:
+                self._marks.mark_own()
+        finally:
+            for chained_hash in written:
+                name = chained_hash.hex()
+                self._index.pop(chained_hash, None)
+                with contextlib.suppress(OSError):
+                    (self._own / name[:2] / f"{name}{SUFFIX}").unlink()
 
     def close(self) -> None:
         """Does nothing, because no file is open."""
@@ -200,8 +230,16 @@ class SharedTier(FileTier):
 
     NAME = "shared"
 
-    def __init__(self, folder: Path, max_bytes: int, on_problem: Callable[[str], None]) -> None:
-        super().__init__(on_problem)
+    def __init__(
+        self,
+        folder: Path,
+        max_bytes: int,
+        on_problem: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(on_problem, clock)
+        self.mover = Mover(self._note_error, LOOK_S, self.look)
+        self._quiet_until = float("-inf")
         self._folder = folder
         self._max_bytes = max_bytes
         self._scanned_at = float("-inf")
@@ -216,12 +254,46 @@ class SharedTier(FileTier):
 
     def find(self, key: BlockKey) -> Place | None:
         """Returns the place of a block, or None. If the last scan is older than ``SCAN_S`` seconds, asks the mover for
-        another one.
+        another one. After a distrust, returns None for ``QUIET_S`` seconds.
         """
         if self._records is not None and self._clock() - self._scanned_at >= SCAN_S:
             self._scanned_at = self._clock()
             self.mover.submit(self._scan)
-        return super().find(key)
+        return super().find(key) if self._clock() >= self._quiet_until else None
+
+    @property
+    def may_write(self) -> bool:
+        """True if the tier accepts blocks now, see ``FileTier``. False for ``QUIET_S`` seconds after a distrust."""
+        return super().may_write and self._clock() >= self._quiet_until
+
+    def distrust(self) -> None:
+        """Marks and removes all blocks that this run has written, see ``FileTier``."""
+        self._quiet_until = self._clock() + QUIET_S
+        super().distrust()
+
+    # The mover's thread calls the following methods.
+
+    def look(self) -> None:
+        """Reads the marks of other machines. If this machine may use wrong blocks, raises ``num_doubts`` and wakes the
+        engines.
+        """
+        with contextlib.suppress(OSError):  # blocks of a folder that cannot be read are not used either
+            if isinstance(self._last, SharedFolder) and self._last.has_doubt():
+                self.num_doubts += 1
+                self._on_problem(
+                    "another machine has distrusted blocks in the shared folder that this server has read; all caches "
+                    "become empty, and running requests with cached blocks are computed again"
+                )
+                self._changed()
+
+    def content(self, place: Place, key: BlockKey) -> bytes | None:
+        """Returns the content of a block, or None if it was removed, is damaged or distrusted."""
+        self.look()
+        return super().content(place, key)
+
+    def _read(self, transfer: Transfer, pool: HostPool, done: Callable[[], None]) -> None:
+        self.look()
+        super()._read(transfer, pool, done)
 
     def _scan(self) -> None:
         if isinstance(self._records, SharedFolder):

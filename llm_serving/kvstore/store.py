@@ -44,6 +44,8 @@ class TierSource(Protocol):
 
     def take_released(self) -> list[tuple[int, bool]]: ...
 
+    def distrust_blocks(self, now: float, *, recompute: bool) -> None: ...
+
 
 @dataclass(slots=True)
 class TierFigures:
@@ -134,6 +136,8 @@ class BlockStore:
         self._always_loads = always_loads
         self._pool: HostPool | None = None
         self._epoch = 0
+        self._num_doubts = 0
+        """The value of ``BlockTier.num_doubts`` for which this object has forgotten all blocks."""
         self._waiting: list[_Waiting] = []
         self._written: deque[tuple[int, int]] = deque()
         self._num_writes = 0
@@ -143,7 +147,7 @@ class BlockStore:
         If the disk accepts no writes for a long time, the oldest elements are dropped.
         """
         if disk is not None:
-            disk.when_open(wake)
+            disk.when_changed(wake)
 
     def open(self, pool: HostPool) -> None:
         """Starts to use the host blocks ``pool``. Called when the agents have become ready."""
@@ -190,10 +194,22 @@ class BlockStore:
         """
         return min((one.due for one in self._waiting), default=None)
 
+    @property
+    def has_news(self) -> bool:
+        """True if ``exchange`` must be called, because a read has ended, or because the tiers have doubts."""
+        has_doubt = self._disk is not None and self._disk.num_doubts != self._num_doubts
+        return has_doubt or any(one.transfer.done for one in self._waiting)
+
     def exchange(self, source: TierSource, now: float) -> bool:
         """Takes the blocks that the scheduler offers or asks for, and replies. Returns True if a waiting request may
         start now.
+
+        If another machine distrusts blocks of a shared folder that this server has read, first forgets all blocks.
         """
+        if self._disk is not None and self._disk.num_doubts != self._num_doubts:
+            self._num_doubts = self._disk.num_doubts
+            self.distrust()
+            source.distrust_blocks(now, recompute=True)
         if self._pool is None:
             replied = False
             for wanted in source.take_wanted():

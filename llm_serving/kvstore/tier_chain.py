@@ -21,7 +21,10 @@ class BlockTier(Protocol):
     @property
     def may_write(self) -> bool: ...
 
-    def when_open(self, call: Callable[[], None]) -> None: ...
+    @property
+    def num_doubts(self) -> int: ...
+
+    def when_changed(self, call: Callable[[], None]) -> None: ...
 
     def find(self, key: BlockKey) -> Place | None: ...
 
@@ -47,10 +50,15 @@ class TierChain:
         """True if one of the tiers accepts blocks now."""
         return self._first.may_write or self._second.may_write
 
-    def when_open(self, call: Callable[[], None]) -> None:
-        """Registers a function that a tier's mover calls each time this tier has been opened."""
+    @property
+    def num_doubts(self) -> int:
+        """Number of times that blocks which this server has read turned out to be doubtful."""
+        return self._first.num_doubts + self._second.num_doubts
+
+    def when_changed(self, call: Callable[[], None]) -> None:
+        """Registers a function that a tier's mover calls when this tier was opened, or has raised ``num_doubts``."""
         for tier in self._tiers:
-            tier.when_open(call)
+            tier.when_changed(call)
 
     def find(self, key: BlockKey) -> Place | None:
         """Returns the place of a block in the first tier that has it, or None."""

@@ -95,6 +95,20 @@ def test_replicas_that_share_a_folder_of_kv_tiers_distrust_blocks_of_each_other(
     assert [len(replica.peers) for replica in replicas] == [2 if have_folders else 0] * 3
 
 
+def test_a_replica_without_events_is_called_if_its_tiers_have_news() -> None:
+    """For example, a read from a folder has ended while all replicas are idle."""
+    engine = ReplicatedEngine(2)
+    engine.step(4)
+    calls: list[float] = []
+    store: Any = SimpleNamespace(has_news=False, next_due=None, exchange=lambda source, now: bool(calls.append(now)))
+    engine.core._replicas[1].store = store
+    engine.step()
+    assert not calls
+    store.has_news = True
+    engine.step()
+    assert calls
+
+
 def check_texts(engine: ReplicatedEngine, *, cut: frozenset[str] = frozenset()) -> None:
     for name, request in engine.asked.items():
         expected = expected_tokens(request, engine.limits.max_model_len)

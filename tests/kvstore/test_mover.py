@@ -42,6 +42,27 @@ def test_a_job_that_fails_is_reported_and_the_next_one_runs():
     assert not mover.is_busy
 
 
+def test_a_repeated_job_runs_beside_the_others_until_the_end():
+    ran, others, enough = [], [], threading.Event()
+
+    def repeated():
+        ran.append(len(ran))
+        if len(ran) >= 3:
+            enough.set()
+        if len(ran) == 2:
+            raise ZeroDivisionError
+
+    errors = []
+    mover = Mover(errors.append, 0.001, repeated)
+    mover.start()
+    assert enough.wait(time_limit(10))
+    mover.submit(lambda: others.append(1))
+    mover.end()
+    mover._thread.join(time_limit(10))
+    assert (others, [type(error) for error in errors]) == ([1], [ZeroDivisionError])
+    mover.close()
+
+
 def test_close_drops_jobs_that_have_not_begun():
     ran, begun, go_on = [], threading.Event(), threading.Event()
     mover = started([])

@@ -10,7 +10,8 @@ import pytest
 from llm_serving.block_moves.tier_moves import BlockKey
 from llm_serving.errors import ConfigError
 from llm_serving.kvstore.disk import Transfer
-from llm_serving.kvstore.shared import TEMPORARY_S, SharedFolder, SharedTier
+from llm_serving.kvstore.records import encode_record
+from llm_serving.kvstore.shared import QUIET_S, TEMPORARY_S, SharedFolder, SharedTier
 from llm_serving.kvstore.tier_chain import TierChain
 from support.tiered_simulation import NAMESPACE, ManualMover, disk_tier
 
@@ -123,6 +124,95 @@ def test_doubtful_blocks_of_this_run_are_removed(tmp_path):
     ours.drop_generation()
     theirs.scan()
     assert [theirs.find(key(number).chained_hash) is not None for number in (1, 2)] == [True, False]
+
+
+def test_blocks_of_a_marked_writer_are_a_miss(tmp_path):
+    """The writer dies before it has removed its files."""
+    theirs, ours = shared(tmp_path), shared(tmp_path)
+    theirs.append(key(1), content(1))
+    theirs._marks.mark_own()
+    theirs.append(key(2), content(2))
+    ours.scan()
+    assert not ours.has_doubt(), "nothing was read"
+    places = [ours.find(key(number).chained_hash) for number in (1, 2)]
+    assert ours.read(places[0], key(1)) is None
+    assert not places[0].segment.path.exists()
+    assert ours.read(places[1], key(2)) == content(2), "the writer has a new number"
+    assert (ours.num_rejected, ours.has_doubt()) == (1, False)
+
+
+def test_a_machine_that_has_read_distrusted_blocks_has_one_doubt(tmp_path):
+    theirs, ours, others = shared(tmp_path), shared(tmp_path), shared(tmp_path)
+    theirs.append(key(1), content(1))
+    ours.append(key(2), content(2))
+    for each in (ours, others):
+        each.scan()
+    assert ours.read(ours.find(key(1).chained_hash), key(1)) == content(1)
+    assert others.read(others.find(key(2).chained_hash), key(2)) == content(2)
+    assert not ours.has_doubt()
+    theirs.drop_generation()
+    assert [each.has_doubt() for each in (ours, ours, others)] == [True, False, False]
+    ours.drop_generation()
+    assert [each.has_doubt() for each in (others, ours, theirs)] == [True, False, False]
+
+
+def test_a_machine_has_no_doubt_after_its_own_distrust(tmp_path):
+    ours = shared(tmp_path)
+    ours.append(key(1), content(1))
+    assert ours.read(ours.find(key(1).chained_hash), key(1)) == content(1)
+    ours.drop_generation()
+    assert not ours.has_doubt()
+    marks = os.listdir(tmp_path / NAMESPACE.hex() / "distrusted")
+    ours.drop_generation()
+    assert os.listdir(tmp_path / NAMESPACE.hex() / "distrusted") == marks, "nothing was written since"
+
+
+def test_files_that_are_no_marks_are_ignored(tmp_path):
+    ours = shared(tmp_path)
+    ours.append(key(1), content(1))
+    folder = tmp_path / NAMESPACE.hex() / "distrusted"
+    folder.mkdir()
+    for name in ("notes.txt", ".nfs0001", "zz"):
+        (folder / name).touch()
+    place = ours.find(key(1).chained_hash)
+    assert ours.read(place, key(1)) == content(1)
+    place.segment.path.write_bytes(encode_record(NAMESPACE, key(1), 0, content(1)))
+    assert ours.read(place, key(1)) == content(1), "a block of an older version"
+    assert not ours.has_doubt()
+
+
+def test_the_files_are_removed_even_if_the_mark_cannot_be_made(tmp_path):
+    ours = shared(tmp_path)
+    ours.append(key(1), content(1))
+    path = ours.find(key(1).chained_hash).segment.path
+    (tmp_path / NAMESPACE.hex() / "distrusted").touch()
+    with pytest.raises(OSError, match="distrusted"):
+        ours.drop_generation()
+    assert not path.exists()
+
+
+def test_after_a_distrust_a_machine_neither_reads_nor_writes_for_some_time(tmp_path):
+    """Meanwhile, machines that have read its blocks distrust their own ones."""
+    now = [100.0]
+    tier, mover = SharedTier(tmp_path / "shared", 1 << 20, print, lambda: now[0]), ManualMover()
+    tier.mover = mover  # type: ignore[assignment]
+    tier.open(lambda: NAMESPACE)
+    mover.run()
+    pool = Pool()
+    pool.blocks = {1: content(1)}
+    tier.write(key(1), pool, 1, lambda: None)
+    mover.run()
+    other = shared(tmp_path / "shared")
+    other.append(key(2), content(2))
+    tier._scan()
+    assert tier.find(key(2)) is not None
+    tier.distrust()
+    assert (tier.find(key(2)), tier.may_write) == (None, False)
+    mover.run()
+    now[0] += QUIET_S
+    assert tier.find(key(2)) is not None
+    assert tier.may_write
+    assert tier.find(key(1)) is None
 
 
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path):

@@ -13,13 +13,14 @@ from llm_serving.flight.reader import read_recording
 from llm_serving.flight.recorder import as_scheduler
 from llm_serving.flight.setup import record
 from llm_serving.ipc.shm import MoveKind
+from llm_serving.kvstore.shared import SharedTier
 from llm_serving.scheduler.limits import Policy, PreemptionKind
 from llm_serving.scheduler.output import BlockMove, ScheduledStep, StepKind, StepReason, StepResult
 from support.fakes import make_limits, make_request
 from support.recorded_runs import fail, some_requests
 from support.simulation import random_run
 from support.sweeps import with_sweeps
-from support.tiered_simulation import TieredSimulation, disk_tier
+from support.tiered_simulation import NAMESPACE, ManualMover, TieredSimulation, disk_tier
 from tools.replaying.replayer import replay
 
 MOVES_OF_TIERS = (StepReason.LOAD, StepReason.STORE)
@@ -153,6 +154,44 @@ def test_after_a_failed_self_check_nothing_of_the_run_is_used(tmp_path):
     simulation.mover.run()
     simulation.lose_agent(blameless=True)
     assert run_alone(simulation, "b", PROMPT).num_cached_tokens == 0
+
+
+def shared_tier(folder):
+    """Returns an open tier in a shared folder, with a mover of the test's own."""
+    tier, mover = SharedTier(folder, 1 << 30, lambda text: None), ManualMover()
+    tier.mover = mover
+    tier.open(lambda: NAMESPACE)
+    mover.run()
+    return tier, mover
+
+
+def test_a_request_with_blocks_that_another_server_distrusts_is_computed_again(tmp_path):
+    """Two servers share a folder. The second one reads blocks of the first one, whose self-check fails then."""
+    first = TieredSimulation(tier_limits(), 64, shared_tier(tmp_path))
+    run_alone(first, "a", PROMPT)
+    first.mover.run()
+    tier, mover = shared_tier(tmp_path)
+    second = TieredSimulation(tier_limits(), 64, (tier, mover))
+    request = make_request("b", PROMPT, 12, ignore_eos=True)
+    second.add(request)
+    while len(request.output_token_ids) < 3:
+        second.step()
+    assert request.num_cached_tokens == 36
+    assert second.store.figures.hits["host"] + second.store.figures.hits["shared"] == 9
+    num_steps, woken = len(second.steps), []
+    tier.when_changed(lambda: woken.append(1))
+    tier.look()
+    assert not second.store.has_news
+    first.store.distrust()
+    first.mover.run()
+    tier.look()
+    assert (tier.num_doubts, woken, second.store.has_news) == (1, [1], True)
+    second.finish()
+    assert not second.store.has_news
+    again = [step for step in second.steps[num_steps:] if step.kind is StepKind.PREFILL]
+    assert again[0].starts == [0], "all tokens are computed again"
+    mover.run()
+    assert not list(tmp_path.rglob("*.kv")), "the blocks of the second server may depend on those of the first one"
 
 
 def test_a_lost_agent_leaves_the_blocks_on_the_ssd(tmp_path):

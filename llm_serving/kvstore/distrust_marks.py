@@ -1,0 +1,75 @@
+"""Marks in a shared folder: machines tell each other which blocks may have wrong values.
+
+    FOLDER/<namespace>/distrusted/<writer>    an empty file
+
+A writer is a number that a server draws at random when it opens the folder. Each block has the number of its writer.
+After a failed self-check, the server first makes a file with this number, the mark. Then it removes its blocks and
+draws a new number. A block of a marked writer is a miss for all machines. A machine that has read blocks of this writer
+before has a doubt: its own blocks may depend on them.
+
+Making a file is atomic, also on network file systems, and no machine removes marks. So no machine misses a mark.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+
+_FOLDER = "distrusted"
+_WRITER_BITS = 64
+
+
+class DistrustMarks:
+    """The marks in the folder of a namespace."""
+
+    def __init__(self, folder: Path) -> None:
+        """``folder`` must exist."""
+        self._folder = folder / _FOLDER
+        self._marked: frozenset[int] = frozenset()
+        self._sources: set[int] = set()
+        """The writers of the blocks that this machine has read since its last doubt."""
+        self.own = _new_writer()
+        """The number of this machine as a writer."""
+
+    def look(self) -> bool:
+        """Reads the marks of all machines.
+
+        Returns True if this machine has a doubt: it has read blocks of a writer that is marked now. The next call
+        returns False unless another doubt arises. Raises OSError if the folder cannot be read.
+        """
+        try:
+            names = os.listdir(self._folder)
+        except FileNotFoundError:  # no machine has made a mark
+            return False
+        self._marked = frozenset(filter(None, map(_writer_of, names)))
+        has_doubt = not self._sources.isdisjoint(self._marked)
+        if has_doubt:
+            self._sources.clear()
+        return has_doubt
+
+    def accepts(self, writer: int) -> bool:
+        """Returns True if the blocks of a writer may be used. Remembers that this machine has read such a block."""
+        if writer in self._marked:
+            return False
+        self._sources.add(writer)
+        return True
+
+    def mark_own(self) -> None:
+        """Marks the blocks that this machine has written, and draws a new number. Raises OSError."""
+        writer, self.own = self.own, _new_writer()
+        self._sources.discard(writer)  # the caller has already forgotten all blocks that this machine has written
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        (self._folder / f"{writer:016x}").touch()
+
+
+def _new_writer() -> int:
+    return secrets.randbits(_WRITER_BITS) or 1
+
+
+def _writer_of(name: str) -> int:
+    """Returns the writer of a mark, or 0 for a file that is no mark. Only blocks of older versions have writer 0."""
+    with contextlib.suppress(ValueError):
+        return int(name, 16)
+    return 0
