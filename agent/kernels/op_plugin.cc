@@ -210,6 +210,7 @@ bool has_failed() { return held_failure.load(std::memory_order_acquire) != nullp
   X(InnerMoeTokenUnpermute, plugin_moe_token_unpermute(arguments)) \
   X(TopkExt, plugin_top_k(arguments)) \
   X(FusedAddTopKDiv, plugin_fused_add_top_k_div(arguments)) \
+  X(Softmax, plugin_softmax(arguments)) \
   X(AllReduce, plugin_all_reduce(arguments)) \
   X(AllGather, plugin_all_gather(arguments)) \
   X(DynamicQuantExt, plugin_dynamic_quant(arguments)) \

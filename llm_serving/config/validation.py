@@ -78,9 +78,6 @@ def check_model_parts(raw: RawConfig, config: Config) -> None:
         raise raw.error("model_config.kv_format", config.model_config.kv_format, problem)
     if config.op_table != "native":
         return
-    routing = None if shape.experts is None else shape.experts.routing
-    if routing is not None and not routing.sigmoid and routing.groups > 1:
-        refuse_native(raw, config, f"router with {routing.groups} groups of experts and a float32 softmax")
     if shape.sinks and config.kv_format == "int8":
         problem = "attention with sinks needs a cache of floats with native operators; use auto"
         raise raw.error("model_config.kv_format", config.model_config.kv_format, problem)

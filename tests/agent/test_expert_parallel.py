@@ -35,8 +35,9 @@ CASES = (
 )
 NATIVE_COLUMNS = Setup(2, 1, "float16", "native")
 NATIVE_CASES = (
-    (NATIVE, "deepseek_v2_lite"),
+    (NATIVE, "deepseek_v2"),
     (NATIVE, "gpt_oss"),
+    (NATIVE, "deepseek_v2_lite"),
     (NATIVE, "qwen3_moe"),
     (NATIVE_COLUMNS, "gpt_oss"),
 )

@@ -63,8 +63,6 @@ MXFP4 = ("gpt_oss_mxfp4",)
 """Models whose experts are stored as 4-bit floats. They become int8 or floats, and never int4."""
 LATENT_MODELS = tuple(model for model in MODELS if "kv_lora_rank" in FAMILY_VARIANTS[model].config)
 """Models with latent attention. int4 rounding changes the text of these small random models, so int4 is not tested."""
-FUSED_ONLY = ("deepseek_v2",)
-"""Models whose router has no native primitive: groups of experts that are ranked by a float32 softmax."""
 DISCONTINUOUS = (
     ("bfloat16", "deepseek_v3"),
     ("bfloat16", "gpt_oss"),
@@ -117,7 +115,7 @@ def of_models(setups: Iterable[Setup]) -> list[Any]:
 
 def has_setup(setup: Setup, model: str) -> bool:
     """Returns whether a model is tested with a setup."""
-    if model in (*REFUSED_BY_NATIVE, *FUSED_ONLY) and setup[1] == "native":
+    if model in REFUSED_BY_NATIVE and setup[1] == "native":
         return False
     if model == "gpt_oss" and setup in QUANTISED_SETUPS:
         return False  # rounding changes its text; int8 holds the weights of gpt_oss_mxfp4, the same network, exactly

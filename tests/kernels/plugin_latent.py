@@ -17,10 +17,13 @@ from mindspore import Tensor, nn, ops
 from mindspore.ops import auto_generate
 from plugin_semantics import DTYPES, Apply, any_dtype, assert_rounded, dynamic, exact, examples, ints, seeds, values
 
+from agent.backends.native.experts import _LimitedRouter
 from agent.kernels.library import hold_failures, take_failure
 from agent.kernels.primitive_weights import KeptWeights, PrimitiveWeight
 from agent.layers.parameter import as_tensor
 from agent.weights.storage import from_float32
+from llm_serving.model.deepseek import Routing
+from llm_serving.model.families import Experts
 from support.kernel_calls import EPSILON
 
 ORDERS = [(1, 0, 2), (2, 1, 0), (0, 2, 1), (0, 1, 2), (2, 0, 1)]
@@ -130,6 +133,68 @@ def test_fused_add_top_k_div(seed: int, form: tuple[int, ...], is_norm: bool, ro
     shares = np.take_along_axis(scores, wanted, -1)
     shares = shares / shares.sum(-1, keepdims=True) if is_norm else shares
     np.testing.assert_allclose(weights.asnumpy(), 2.5 * shares, rtol=1e-5)
+
+
+class Router(nn.Cell):
+    """The router of DeepSeek V2 with groups. Its numbers of experts are multiples of ``groups``."""
+
+    def __init__(self, experts: int, per_token: int, routing: Routing) -> None:
+        super().__init__()
+        self.router = _LimitedRouter(Experts(experts, per_token, 16, normalised=False), routing)
+
+    def construct(self, logits: Any) -> Any:
+        return self.router(logits, None)
+
+
+@cache
+def limited_routers(experts: int, per_token: int, routing: Routing) -> nn.Cell:
+    graph = Router(experts, per_token, routing)
+    graph.set_inputs(dynamic(None, experts, dtype=ms.float32))
+    return graph
+
+
+SIZES = [(12, 3, Routing(False, 4, 2, False, 2.0)), (160, 6, Routing(False, 8, 3, False, 16.0)),
+         (8, 5, Routing(False, 8, 5))]  # fmt: skip
+"""Experts, experts of a token, and rules of the router. The second entry has the numbers of DeepSeek V2 (236B)."""
+
+
+@examples
+@given(st.sampled_from(SIZES), seeds, st.integers(1, 30), st.sampled_from([0.25, 60.0]))
+def test_groups_limit_the_experts_of_a_softmax(
+    sizes: tuple[int, int, Routing], seed: int, rows: int, scale: float
+) -> None:
+    """Groups are ranked by their best score, and experts by their scores within the best groups. The first of equals
+    wins. With the larger scale, most scores are 0, also those of chosen experts.
+    """
+    (experts, per_token, routing), rng = sizes, np.random.default_rng(seed)
+    logits = (rng.integers(-9, 10, (rows, experts)) * scale).astype(np.float32)
+    weights, ids = limited_routers(*sizes)(Tensor(logits))
+    parts = np.exp(logits - logits.max(-1, keepdims=True))
+    scores = parts / parts.sum(-1, keepdims=True)
+    rankings = scores.reshape(rows, routing.groups, -1).copy()
+    worst = np.argsort(-rankings.max(-1), -1, kind="stable")[:, routing.chosen_groups :]
+    rankings[np.arange(rows)[:, None], worst] = -np.inf
+    wanted = np.argsort(-rankings.reshape(rows, experts), -1, kind="stable")[:, :per_token]
+    assert ids.dtype == ms.int32
+    np.testing.assert_array_equal(ids.asnumpy(), wanted)
+    np.testing.assert_allclose(
+        weights.asnumpy(), routing.factor * np.take_along_axis(scores, wanted, -1), rtol=1e-5, atol=1e-38
+    )
+
+
+@cache
+def softmaxes(axis: int, kind: Any) -> nn.Cell:
+    graph = Apply(auto_generate.Softmax(axis))
+    graph.set_inputs(dynamic(None, None, None, dtype=kind))
+    return graph
+
+
+@examples
+@given(any_dtype, seeds, st.integers(-3, 2), st.tuples(*[st.integers(1, 9)] * 3))
+def test_softmax(dtype: str, seed: int, axis: int, shape: tuple[int, ...]) -> None:
+    x, of_x = values(np.random.default_rng(seed), *shape, dtype=dtype)
+    parts = np.exp(of_x - of_x.max(axis, keepdims=True))
+    assert_rounded(softmaxes(axis, DTYPES[dtype])(x), parts / parts.sum(axis, keepdims=True), dtype, slack=1e-6)
 
 
 class Latent(nn.Cell):

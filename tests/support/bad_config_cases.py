@@ -123,13 +123,6 @@ CASES = [
     ),
     # Configs of DeepSeek models with settings that these models cannot use.
     Case(
-        "groups of experts by softmax with the native operators",
-        in_model("model_dtype: float16, op_table: native"),
-        f"{FILE}: model_config.op_table = 'native': the native operators have no router with 4 groups of experts "
-        "and a float32 softmax for DeepseekV2ForCausalLM; use op_table fused (CPU)",
-        folder=LATENT | {"architectures": ["DeepseekV2ForCausalLM"], "topk_method": "group_limited_greedy"},
-    ),
-    Case(
         "int8 KV cache with latent attention",
         in_model("kv_format: int8"),
         f"{FILE}: model_config.kv_format = 'int8': latent attention needs a cache of floats; use auto",

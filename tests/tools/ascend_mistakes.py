@@ -45,6 +45,7 @@ from agent.weights.forms import LinearForm, LinearForms
 from agent.weights.quantized import Scheme
 from llm_serving.config import ParallelConfig
 from llm_serving.config.sections import LoraConfig
+from llm_serving.model.deepseek import Routing
 from llm_serving.model.families import Experts
 from llm_serving.model.gemma import Gemma
 from llm_serving.model.vision import VisionShape
@@ -127,6 +128,17 @@ DEEPSEEK = replace(DEEPSEEK, shape=replace(DEEPSEEK.shape, num_layers=2))
 INT8_DEEPSEEK = replace(DEEPSEEK, model_config=replace(DEEPSEEK.model_config, weight_format="int8"))
 ADAPTED_DEEPSEEK = replace(DEEPSEEK, lora_config=LORA)
 DEEPSEEK_PAIR = replace(DEEPSEEK, parallel_config=ParallelConfig(tensor_parallel=2, expert_parallel=True))
+assert DEEPSEEK.shape.experts is not None
+LIMITED = replace(
+    DEEPSEEK,
+    shape=replace(
+        DEEPSEEK.shape,
+        architecture="DeepseekV2ForCausalLM",
+        experts=replace(DEEPSEEK.shape.experts, normalised=False, routing=Routing(False, 8, 3, False, 16.0)),
+    ),
+)
+"""A model with DeepSeek V2's router, which limits the choice of experts to the best groups."""
+LIMITED_PAIR = replace(LIMITED, parallel_config=DEEPSEEK_PAIR.parallel_config)
 assert DEEPSEEK.shape.latent is not None
 WIDE_DEEPSEEK = replace(DEEPSEEK, shape=replace(DEEPSEEK.shape, latent=replace(DEEPSEEK.shape.latent, rank=528)))
 
@@ -367,6 +379,73 @@ class WithoutOffsets(native_experts._WeightOnlyProducts):
         return self.multiply(
             (rows,), (weight[0],), None, None, None, (weight[1],), None, None, groups, None, None, None, 3, 0, 1
         )[0]
+
+
+class DividedShares(native_experts._LimitedRouter):
+    """Plants a mistake: divides the weights of a token's experts by their sum."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.divide, self.total = ops.RealDiv(), ops.ReduceSum(keep_dims=True)
+
+    def construct(self, logits: Any, correction: Any) -> Any:
+        fractions, chosen = super().construct(logits, correction)
+        return self.divide(fractions, self.total(fractions, -1)), chosen
+
+
+class UnscaledShares(native_experts._LimitedRouter):
+    """Plants a mistake: leaves out the factor of the experts' weights."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.factor = None
+
+
+class EarlyFactor(nn.Cell):
+    """Plants a mistake: scales all scores, before the choice. A score then exceeds the bounds."""
+
+    def __init__(self, axis: int) -> None:
+        super().__init__()
+        self.softmax, self.factor = auto_generate.Softmax(axis), Tensor(16.0, ms.float32)
+        self.multiply = ops.Mul()
+
+    def construct(self, logits: Any) -> Any:
+        return self.multiply(self.softmax(logits), self.factor)
+
+
+class LateSoftmax(native_experts._LimitedRouter):
+    """Plants a mistake: the softmax covers the experts of the chosen groups only."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.bounded = self.minimum
+        self.minimum = self.late
+
+    def late(self, scores: Any, bounds: Any) -> Any:
+        return self.score(self.bounded(scores, bounds))
+
+
+class SummedGroups(native_experts._LimitedRouter):
+    """Plants a mistake: ranks a group by the sum of its scores."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.total = ops.ReduceSum()
+        self.largest = self.summed
+
+    def summed(self, scores: Any) -> Any:
+        return scores, self.total(scores, -1)
+
+
+def scattered_groups() -> Any:
+    """Plants a mistake: neighbouring experts belong to different groups."""
+    real = native_experts.group_bounds
+
+    def bounds(count: int, routing: Any) -> Any:
+        blocks = real(count, routing).reshape(routing.groups, routing.groups, -1)
+        return np.ascontiguousarray(blocks.swapaxes(1, 2).reshape(routing.groups, count))
+
+    return in_experts("group_bounds", bounds)
 
 
 def in_experts(name: str, replacement: Any) -> Any:
@@ -1085,6 +1164,12 @@ MISTAKES: dict[str, tuple[str, Any, Callable[[], Any]]] = {
         lambda: mock.patch.object(native_experts, "NanToNum", return_value=nn.Identity()),
     ),
     "latent, rows of 592": ("decode", WIDE_DEEPSEEK, unlimited),
+    "groups, divided weights": ("decode", LIMITED, lambda: in_experts("_LimitedRouter", DividedShares)),
+    "groups, no factor": ("decode", LIMITED, lambda: in_experts("_LimitedRouter", UnscaledShares)),
+    "groups, early factor": ("decode", LIMITED, lambda: in_experts("Softmax", EarlyFactor)),
+    "groups, softmax of the chosen ones": ("decode", LIMITED, lambda: in_experts("_LimitedRouter", LateSoftmax)),
+    "groups, ranked by sums": ("decode", LIMITED, lambda: in_experts("_LimitedRouter", SummedGroups)),
+    "groups, scattered": ("decode", LIMITED, scattered_groups),
     "int8 cache, blocks before the write": (
         "decode",
         INT8_CACHE,
@@ -1156,6 +1241,7 @@ TOGETHER = (
     ("candidates, too few", "candidates, rounded logits"),
     ("static, offsets of integers", "static, no sum offsets"),
     ("latent, turned row", "latent, groups by their best expert"),
+    ("groups, divided weights", "groups, early factor", "groups, scattered"),
     ("int8 cache, blocks before the write", "int8 cache, scales of values for keys"),
     ("sinks, left out", "sinks, window of one more token", "sinks, gate without a limit", "sinks, rounded biases"),
     ("sinks, of key-value heads", "sinks, up without 1", "sinks, no biases of experts", "sinks, no wait of the caches"),
@@ -1231,8 +1317,8 @@ def turned_listing() -> list[str]:
 KINDS = ("prefill", "chunked", "decode")
 ALONE = (CONFIG, MISTRAL, INT8, INT4, STATIC_QWEN2)
 SHARED = (PAIR, STAGES)
-EXPERTS = (INT4_MOE, DEEPSEEK_PAIR)
-SEPARATE = (SQUARE, QWEN2, QWEN3, STATIC, MOE, INT8_MOE, DEEPSEEK, INT8_WEIGHTS)
+EXPERTS = (INT4_MOE, DEEPSEEK_PAIR, LIMITED_PAIR)
+SEPARATE = (SQUARE, QWEN2, QWEN3, STATIC, MOE, INT8_MOE, DEEPSEEK, LIMITED, INT8_WEIGHTS)
 """Configs with single settings, which a config above combines. Only ``make test-sweeps`` compiles them without a
 mistake.
 """

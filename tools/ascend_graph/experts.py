@@ -8,7 +8,11 @@ the sources of the rules.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
+
+from agent.backends.native.experts import group_bounds
 from agent.backends.native.linear import expert_bias_type, expert_parameters
 from agent.weights.forms import LinearForm
 from llm_serving.model.families import Experts
@@ -22,11 +26,14 @@ EXPERT_PRIMITIVES = frozenset(
         "FusedAddTopKDiv",
         "GroupedMatmulV4",
         "InnerMoeTokenUnpermute",
+        "Minimum",
         "MoeGatingTopKSoftmax",
         "MoeInitRoutingV2",
         "NanToNum",
         "RealDiv",
         "ReduceSum",
+        "Softmax",
+        "TopkExt",
     }
 )
 """Primitives that only a mixture of experts uses. MindSpore compiles MoeTokenUnpermute to InnerMoeTokenUnpermute."""
@@ -58,6 +65,7 @@ class ExpertRules:
         self.checks: dict[str, Callable[[Node], Iterator[str]]] = {
             "MoeGatingTopKSoftmax": self._choice_problems,
             "FusedAddTopKDiv": self._grouped_choice_problems,
+            "TopkExt": self._limited_choice_problems,
             "MoeInitRoutingV2": self._order_problems,
             "GroupedMatmulV4": self._product_problems,
             "InnerMoeTokenUnpermute": self._return_problems,
@@ -71,16 +79,25 @@ class ExpertRules:
         """
         layers = self._layers
         norms = layers if self._experts.normalised and self._router == "MoeGatingTopKSoftmax" else 0
+        limited = self.num_group_choices
         chain = dict.fromkeys(("MoeGatingTopKSoftmax", "FusedAddTopKDiv"), 0)
         chain |= dict.fromkeys((self._router, "MoeInitRoutingV2", "InnerMoeTokenUnpermute"), layers)
+        chain |= {"Softmax": limited, "TopkExt": 2 * limited, "ReduceSum": norms + limited}
         own = layers if self._is_divided else 0
-        return chain | {"GroupedMatmulV4": 2 * layers, "RealDiv": norms, "ReduceSum": norms, "NanToNum": own}
+        return chain | {"GroupedMatmulV4": 2 * layers, "RealDiv": norms, "NanToNum": own}
+
+    @property
+    def num_group_choices(self) -> int:
+        """Number of ArgMaxWithValue that find the best score of each group of experts."""
+        return self._layers if self._router == "TopkExt" else 0
 
     @property
     def _router(self) -> str:
         """The primitive that chooses the experts of a token."""
         routing = self._experts.routing
-        return "FusedAddTopKDiv" if routing is not None and routing.sigmoid else "MoeGatingTopKSoftmax"
+        if routing is not None and routing.sigmoid:
+            return "FusedAddTopKDiv"
+        return "TopkExt" if routing is not None and routing.groups > 1 else "MoeGatingTopKSoftmax"
 
     @property
     def _is_divided(self) -> bool:
@@ -148,6 +165,66 @@ class ExpertRules:
         if abs(operands[8].value - routing.factor) > 1e-6:
             yield f"scale is {operands[8].value:g}; the model's is {routing.factor:g}"
 
+    def _limited_choice_problems(self, node: Node) -> Iterator[str]:
+        """Yields errors of a TopkExt, which chooses either groups of experts or the experts of a token."""
+        x, *settings = self._wiring.operands(node)
+        routing, source = self._experts.routing, self._wiring.node_of(x)
+        assert routing is not None, "this primitive is counted, so the model has this router"
+        if source is None:
+            yield "the scores are not computed"
+            return
+        of_groups = source.primitive == "ArgMaxWithValue"
+        wanted = [routing.chosen_groups if of_groups else self._experts.per_token, -1, True, True]
+        given = [each.value for each in settings]
+        if given != wanted:
+            yield f"k, dim, largest and sorted are {given}; they must be {wanted}"
+        yield from self._group_score_problems(x, source) if of_groups else self._bound_problems(source)
+
+    def _group_score_problems(self, x: Operand, largest: Node) -> Iterator[str]:
+        """Yields errors unless the score of a group is the best score of its experts."""
+        routing = self._experts.routing
+        assert routing is not None, "the model has groups"
+        reshape = self._wiring.node_of(self._wiring.operands(largest)[0])
+        grouped = TensorType("f32", (-1, routing.groups, self._experts.count // routing.groups))
+        if self._wiring.source(x)[1] != 1 or reshape is None or reshape.results != (grouped,):
+            yield f"a group's score must be the largest value of its experts' scores {grouped}"
+        elif not self._are_scores(self._wiring.operands(reshape)[0]):
+            yield "the groups are not ranked by the softmax of the expert router's logits"
+
+    def _bound_problems(self, source: Node) -> Iterator[str]:
+        """Yields errors unless experts are chosen by their scores, within the chosen groups."""
+        routing = self._experts.routing
+        assert routing is not None, "the model has groups"
+        if source.primitive != "Minimum":
+            yield f"the experts are chosen by a result of {source.primitive}, which does not bound their scores"
+            return
+        scores, bounds = self._wiring.operands(source)
+        if not self._are_scores(scores):
+            yield "the experts are not chosen by the softmax of the expert router's logits"
+        total = self._wiring.node_of(bounds)
+        gather = None if total is None else self._wiring.node_of(self._wiring.operands(total)[0])
+        if total is None or total.primitive != "ReduceSum" or gather is None or gather.primitive != "Gather":
+            yield "the bounds of the scores are not the sums of the rows of the chosen groups"
+            return
+        table, groups, _ = self._wiring.operands(gather)[:3]
+        if not np.array_equal(table.value, group_bounds(self._experts.count, routing)):
+            yield "the table of bounds does not belong to the model's groups"
+        if self._origin(groups)[::2] != ("TopkExt", 1) or self._axis(total) != 1:
+            yield "the bounds are not summed over the chosen groups"
+
+    def _are_scores(self, operand: Operand) -> bool:
+        """Returns True for the softmax of the expert router's logits over all experts."""
+        node = self._wiring.node_of(operand)
+        if node is None or node.primitive != "Softmax":
+            return False
+        router = self._wiring.node_of(self._wiring.operands(node)[0])
+        return router is not None and self.is_router(router) and self._axis(node) == -1
+
+    def _axis(self, node: Node) -> Any:
+        """Returns the second operand of a node, its axis. An axis in a tuple of one is returned alone."""
+        axis = self._wiring.operands(node)[1].value
+        return axis[0] if isinstance(axis, tuple) and len(axis) == 1 else axis
+
     def _order_problems(self, node: Node) -> Iterator[str]:
         operands = self._wiring.operands(node)
         names = ("x", "expert_idx", "active_num", "expert_capacity", "expert_num", "drop_pad_mode",
@@ -173,6 +250,28 @@ class ExpertRules:
         wanted = TensorType(TYPES[self._dtype], (-1, self._experts.per_token))
         if source is None or source.results[0] != wanted:
             yield f"probs are {None if source is None else source.results[0]}; they must be {wanted}"
+        elif self._router != "FusedAddTopKDiv":
+            yield from self._share_problems(self._wiring.operands(source)[0])
+
+    def _share_problems(self, shares: Operand) -> Iterator[str]:
+        """Yields errors unless the weights of a token's experts are their scores, as the model divides and scales them.
+
+        ``shares`` are the weights in float32.
+        """
+        routing, node = self._experts.routing, self._wiring.node_of(shares)
+        steps = ["Mul"] if self._is_divided else []
+        steps += ["Mul"] if routing is not None and routing.factor != 1.0 else []
+        steps += ["RealDiv"] if self._experts.normalised else []
+        found, factor = [], None
+        while node is not None and node.primitive in ("Mul", "RealDiv"):
+            found.append(node.primitive)
+            shares, other = self._wiring.operands(node)
+            factor = other if node.primitive == "Mul" else factor
+            node = self._wiring.node_of(shares)
+        if found != steps or self._origin(shares)[::2] != (self._router, 0):
+            yield f"the experts' weights are the scores after {found or 'nothing'}; it must be {steps or 'nothing'}"
+        elif routing is not None and routing.factor != 1.0 and not _is_number(factor, routing.factor):
+            yield f"the experts' weights are not multiplied by the model's factor {routing.factor:g}"
 
     def _product_problems(self, node: Node) -> Iterator[str]:
         operands = self._wiring.operands(node)
@@ -215,8 +314,11 @@ class ExpertRules:
         to the agent's own ids with a Gather.
         """
         gather = self._wiring.node_of(numbers)
-        is_renumbered = self._is_divided and gather is not None and gather.primitive == "Gather"
-        return self._wiring.operands(gather)[1] if gather is not None and is_renumbered else numbers
+        if gather is not None and self._is_divided and gather.primitive == "Gather":
+            numbers = self._wiring.operands(gather)[1]
+        cast = self._wiring.node_of(numbers)
+        is_wide = self._router == "TopkExt" and cast is not None and cast.primitive == "Cast"  # TopkExt returns int64
+        return self._wiring.operands(cast)[0] if cast is not None and is_wide else numbers
 
     def _own_counts(self, counts: Operand) -> Operand:
         """Returns the operand with the row counts of all experts.
@@ -281,3 +383,9 @@ class ExpertRules:
         source, index = self._wiring.source(operand)
         node = self._wiring.node_of(source)
         return (source.kind if node is None else node.primitive, source.name, index or 0)
+
+
+def _is_number(operand: Operand | None, number: float) -> bool:
+    """Returns True for a constant with the value ``number``."""
+    value = None if operand is None or operand.kind != "constant" else operand.value
+    return value is not None and np.size(value) == 1 and float(np.reshape(value, -1)[0]) == number

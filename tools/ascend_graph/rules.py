@@ -203,7 +203,7 @@ class _Rules:
         adds = layers * biases + (not is_last) + self._part.may_run_ahead + shared + shares_best
         counts |= {"RmsNorm": norms, "AddRmsNorm": 2 * layers - (not is_last), "Add": adds}
         counts |= {"AllReduce": (2 * layers + 1) * is_split, "AllGather": 2 * shares_best}
-        counts |= {"ArgMaxWithValue": is_last + shares_best}
+        counts |= {"ArgMaxWithValue": is_last + shares_best + self._experts.num_group_choices}
         of_attention = 2 if self._latent is None else self._latent.num_products
         products = of_attention * layers + 2 * (layers - routers + shared)
         counts |= self._products.counts(products, with_output=is_last) | self._experts.counts()

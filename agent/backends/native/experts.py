@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from mindspore import Tensor, nn, ops
 from mindspore.ops.auto_generate import (
     AddRmsNorm,
@@ -15,7 +16,9 @@ from mindspore.ops.auto_generate import (
     MoeInitRoutingV2,
     MoeTokenUnpermute,
     NanToNum,
+    Softmax,
     Swiglu,
+    TopkExt,
 )
 
 from agent.backends.base import Operator
@@ -152,6 +155,62 @@ class _GroupRouter(nn.Cell):
         return fractions, chosen
 
 
+class _LimitedRouter(nn.Cell):
+    """The router of DeepSeek V2 with groups. An expert's score is the softmax of its logit, over all experts.
+
+    First ranks each group of experts by its best score, and chooses the best groups. Then chooses the experts with the
+    best scores of these groups. Their weights are the scores times a factor. Returns the same tensors as
+    ``_SoftmaxRouter``. No primitive of MindSpore does all of this in float32.
+    """
+
+    def __init__(self, experts: Experts, routing: Routing) -> None:
+        super().__init__()
+        self.score, self.largest, self.best = Softmax(-1), ops.ArgMaxWithValue(axis=-1), TopkExt()
+        self.reshape, self.by_group = ops.Reshape(), (-1, routing.groups, experts.count // routing.groups)
+        self.gather, self.sum, self.minimum = ops.Gather(), ops.ReduceSum(), ops.Minimum()
+        self.chosen_groups, self.per_token = routing.chosen_groups, experts.per_token
+        self.bounds = Tensor(group_bounds(experts.count, routing))
+        self.cast, self.int32 = ops.Cast(), MINDSPORE_DTYPES["int32"]
+        self.multiply = ops.Mul()
+        self.factor = None if routing.factor == 1.0 else Tensor(routing.factor, MINDSPORE_DTYPES["float32"])
+
+    def construct(self, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+        scores = self.score(logits)
+        _, of_groups = self.largest(self.reshape(scores, self.by_group))
+        _, groups = self.best(of_groups, self.chosen_groups, -1, True, True)
+        bounds = self.sum(self.gather(self.bounds, groups, 0), 1)
+        fractions, chosen = self.best(self.minimum(scores, bounds), self.per_token, -1, True, True)
+        if self.factor is not None:
+            fractions = self.multiply(fractions, self.factor)
+        return fractions, self.cast(chosen, self.int32)
+
+
+def group_bounds(count: int, routing: Routing) -> npt.NDArray[np.float32]:
+    """Returns a table [groups, experts]. The sum of the rows of a token's chosen groups bounds the scores of experts.
+
+    The sum is 2 for an expert of these groups, so its score, which is at most 1, stays as it is. The sum is negative
+    for all other experts. So their bounded scores are below every score, and they are never chosen. The sums are exact.
+    """
+    bounds = np.full((routing.groups, count), -1, np.float32)
+    for group, row in enumerate(np.split(bounds, routing.groups)):
+        np.split(row, routing.groups, axis=1)[group][:] = routing.chosen_groups + 1
+    return bounds
+
+
+def _router(experts: Experts) -> nn.Cell:
+    """Makes the operator that chooses the experts of each token.
+
+    It is (logits float32 [tokens, experts], correction float32 [experts] or None) -> the weights and numbers of the
+    chosen experts, as ``_SoftmaxRouter`` returns them.
+    """
+    routing = experts.routing
+    if routing is not None and routing.sigmoid:
+        return _GroupRouter(experts, routing)
+    if routing is not None and routing.groups > 1:
+        return _LimitedRouter(experts, routing)
+    return _SoftmaxRouter(experts)
+
+
 class _OwnExperts(nn.Cell):
     """Restricts a choice of experts to the experts that this agent has.
 
@@ -194,8 +253,7 @@ class ExpertMLP(nn.Cell):
         self.matmul = ops.MatMul(transpose_b=True)
         self.cast = ops.Cast()
         self.is_corrected = routing is not None and routing.corrected
-        is_grouped = routing is not None and routing.sigmoid
-        self.choose = _GroupRouter(experts, routing) if routing is not None and is_grouped else _SoftmaxRouter(experts)
+        self.choose = _router(experts)
         self.own = None if experts.num_held is None else _OwnExperts(experts)
         self.without_undefined = NanToNum(0.0, 0.0, 0.0)
         self.order = MoeInitRoutingV2()

@@ -20,14 +20,9 @@ int64_t best_left(const std::vector<float>& values, const std::vector<bool>& tak
   return best;
 }
 
-void score_row(const GroupedRoutingArgs& args, const float* logits, std::vector<float>* scores) {
-  const float top = *std::max_element(logits, logits + args.experts);
-  float mass = 0;
-  for (int64_t i = 0; i < args.experts && !args.sigmoid; ++i) mass += std::exp(logits[i] - top);
-  for (int64_t i = 0; i < args.experts; ++i) {
-    (*scores)[static_cast<size_t>(i)] =
-        args.sigmoid ? 1.0f / (1.0f + std::exp(-logits[i])) : std::exp(logits[i] - top) / mass;
-  }
+void score_row(const GroupedRoutingArgs& args, const float* logits, float* scores) {
+  if (!args.sigmoid) return softmax_row(logits, args.experts, scores);
+  for (int64_t i = 0; i < args.experts; ++i) scores[i] = 1.0f / (1.0f + std::exp(-logits[i]));
 }
 
 float group_rank(const float* rankings, int64_t size, bool corrected) {
@@ -46,7 +41,7 @@ float group_rank(const float* rankings, int64_t size, bool corrected) {
 void route_row(const GroupedRoutingArgs& args, int64_t row) {
   const auto experts = static_cast<size_t>(args.experts), size = experts / static_cast<size_t>(args.groups);
   std::vector<float> scores(experts), rankings(experts), ranks(static_cast<size_t>(args.groups));
-  score_row(args, args.logits + row * args.experts, &scores);
+  score_row(args, args.logits + row * args.experts, scores.data());
   for (size_t i = 0; i < experts; ++i) rankings[i] = scores[i] + args.correction[i];
   for (size_t group = 0; group < ranks.size(); ++group) {
     ranks[group] = group_rank(rankings.data() + group * size, static_cast<int64_t>(size), args.corrected);
@@ -74,6 +69,16 @@ void route_row(const GroupedRoutingArgs& args, int64_t row) {
 }
 
 }  // namespace
+
+void softmax_row(const float* logits, int64_t count, float* scores) {
+  const float top = *std::max_element(logits, logits + count);
+  float mass = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    scores[i] = std::exp(logits[i] - top);
+    mass += scores[i];
+  }
+  for (int64_t i = 0; i < count; ++i) scores[i] /= mass;
+}
 
 void route_to_groups(const GroupedRoutingArgs& args) {
   for (int64_t row = 0; row < args.rows; ++row) route_row(args, row);

@@ -27,4 +27,7 @@ struct GroupedRoutingArgs {
 
 void route_to_groups(const GroupedRoutingArgs& args);
 
+// Writes the softmax of `count` logits to `scores`. Subtracts the largest logit, and adds in the order of the logits.
+void softmax_row(const float* logits, int64_t count, float* scores);
+
 }  // namespace llmk

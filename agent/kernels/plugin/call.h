@@ -80,6 +80,7 @@ int plugin_batch_matmul(const Call& call);
 int plugin_transpose(const Call& call);
 int plugin_concat(const Call& call);
 int plugin_fused_add_top_k_div(const Call& call);
+int plugin_softmax(const Call& call);
 int plugin_split(const Call& call);
 int plugin_dynamic_quant(const Call& call);
 int plugin_static_quant(const Call& call);

@@ -1,5 +1,9 @@
-// The primitive FusedAddTopKDiv, the router of DeepSeek V3. The semantics are those of the operation FusedAddTopkDiv of
-// the Ascend Transformer Boost library (docs/ascend.md).
+// The primitive FusedAddTopKDiv, the router of DeepSeek V3, and Softmax, which the router of DeepSeek V2 uses. The
+// semantics of FusedAddTopKDiv are those of the operation FusedAddTopkDiv of the Ascend Transformer Boost library
+// (docs/ascend.md).
+#include <vector>
+
+#include "../common/thread_pool.h"
 #include "../ops/grouped_routing.h"
 #include "call.h"
 
@@ -42,6 +46,46 @@ int plugin_fused_add_top_k_div(const Call& call) {
   args.corrected = n == 2;
   args.normalised = call.boolean(kIsNorm);
   route_to_groups(args);
+  return 0;
+}
+
+namespace {
+
+constexpr int64_t kElementsPerTask = 8192;
+
+// Computes the softmax of rows with `count` elements each, which are `stride` elements apart. Computes in float32, and
+// rounds once.
+template <class T>
+void softmax(const T* in, int64_t rows, int64_t count, int64_t stride, T* out) {
+  const int64_t task_rows = larger(1, kElementsPerTask / count);
+  parallel_for(ceil_div(rows, task_rows), [&](int64_t task) {
+    std::vector<float> row(static_cast<size_t>(count));
+    for (int64_t i = task * task_rows; i < smaller(rows, (task + 1) * task_rows); ++i) {
+      const int64_t start = i / stride * stride * count + i % stride;
+      for (int64_t k = 0; k < count; ++k) row[static_cast<size_t>(k)] = to_float(in[start + k * stride]);
+      softmax_row(row.data(), count, row.data());
+      for (int64_t k = 0; k < count; ++k) from_float(row[static_cast<size_t>(k)], out + start + k * stride);
+    }
+  });
+}
+
+}  // namespace
+
+// Runs Softmax(input, axis) over one axis of floats. The numbers of a row depend only on that row.
+int plugin_softmax(const Call& call) {
+  enum { kInput, kAxis, kOut, kCount };
+  const std::vector<int32_t> axes = integers(call, kAxis);
+  const int dims = call.ndims[kInput], axis = axes.size() == 1 ? axes[0] + (axes[0] < 0 ? dims : 0) : -1;
+  if (call.count != kCount || axis < 0 || axis >= dims || call.dtype(kInput) == DType::kUnsupported) {
+    return refuse_text(call.op, "takes floats and one of their axes; type %s, %d axes, %zu axes to sum over",
+                       call.dtypes[kInput], dims, axes.size());
+  }
+  const int64_t count = call.shapes[kInput][axis], stride = call.size(kInput, axis + 1);
+  if (call.size(kInput) == 0) return 0;
+  with_element_type(call.dtype(kInput), [&](auto type) {
+    using T = decltype(type);
+    softmax(call.as<T>(kInput), call.size(kInput) / count, count, stride, call.as<T>(kOut));
+  });
   return 0;
 }
 
