@@ -324,7 +324,7 @@ class ExchangeBridge:
                 self._fail_link(sender, error)
 
     def _problem_of(self, facts: bytes) -> str:
-        """Checks the facts in a sender's introduction. Returns the difference from this node's, or an empty text."""
+        """Compares the facts of a sender's introduction with this node's. Returns the difference, or an empty text."""
         others = [number for number in range(len(self._share.nodes)) if number != self._share.number]
         needed = [self._facts(number, self._share.number) for number in others]
         if facts in needed:

@@ -96,7 +96,7 @@ class NodeHostBlocks(Receiver):
         return blocks
 
     def _send(self, link: socket.socket, blocks: Sequence[int]) -> None:
-        """Sends the number and the content of each block. All blocks use one buffer, because new memory is slow."""
+        """Sends the number and the content of each block. All blocks use one buffer, because a new one costs time."""
         reply = memoryview(bytearray(wire.BLOCK.size + self._block_bytes))
         for block in blocks:
             wire.BLOCK.pack_into(reply, 0, block)

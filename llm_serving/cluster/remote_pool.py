@@ -54,7 +54,8 @@ WEIGHTS_REPLY = struct.Struct(f"<B{MAX_TEXT_BYTES}s")
 TIMEOUT_S = 10.0
 """Seconds without progress of the peer after which the connection counts as broken."""
 RETRY_S = 5.0
-"""Seconds for which a request is repeated on new connections after one broke. They begin again with each new block."""
+"""Seconds for which a request is repeated after its connection broke. Each block that arrives begins this time again.
+"""
 RETRY_PAUSE_S = 0.1
 PAUSE_S = 10.0
 """After requests have failed for ``RETRY_S``, all requests fail immediately for this number of seconds."""

@@ -88,7 +88,7 @@ class ArtificialDevice:
     sampling_launch_s: float = 0.0
     """Minimum seconds that the host needs to launch a graph of sampling."""
     wrong_every: int = 0
-    """Every launch of draws whose number is a multiple of this one draws wrong tokens. 0: none."""
+    """Every launch of draws whose number is a multiple of ``wrong_every`` draws wrong tokens. 0: none."""
     are_wrong: list[bool] = field(default_factory=list)
     """Whether each launch of draws was wrong."""
     captures: bool = False

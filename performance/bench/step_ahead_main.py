@@ -211,7 +211,7 @@ def measure(
 
 
 def slow_down(device: ArtificialDevice, options: argparse.Namespace) -> None:
-    """Lets the launches of a step take the times of the options on device and host."""
+    """Makes the launches of a step as slow as the options demand, on the device and on the host."""
     device_s, launch_s = options.device_ms / 1000, options.host_ms / 1000 * 2 / 3
     if options.temperature > 0:
         device.sampling_device_s = device_s * SAMPLING_DEVICE / SAMPLING_GRAPHS

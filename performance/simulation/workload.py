@@ -47,7 +47,7 @@ class Source(Protocol):
 
 
 class OpenLoop:
-    """Sends each request at its arrival time, independently of the others."""
+    """Sends each request at its arrival time, independently of other requests."""
 
     def __init__(self, requests: Sequence[SimulatedRequest], arrivals: Sequence[float]) -> None:
         if len(requests) != len(arrivals):

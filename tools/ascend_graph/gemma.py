@@ -40,7 +40,7 @@ class GemmaRules:
         return {"RmsNorm": 6 * layers + is_last, "AddRmsNorm": 0, "Swiglu": 0, "GeluExt": layers}
 
     def num_sums(self, *, is_last: bool) -> int:
-        """Returns how many nodes ``Add`` compute the residual stream. A Llama uses ``AddRmsNorm`` for this."""
+        """Returns the number of ``Add`` nodes in the residual stream. A Llama has ``AddRmsNorm`` there instead."""
         return 2 * self._shape.num_layers - (not is_last)
 
     def rotary_problems(self, node: Node) -> Iterator[str]:
