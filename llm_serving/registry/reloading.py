@@ -58,7 +58,8 @@ async def reload(
             model.config, model.need, model.tokenizer = following.config, following.need, None
             return
         work = _Reload(transitions, model, old, following)
-        adapters = old.engine.adapters.freeze()
+        del old  # the traceback of an error refers to this frame, and must not keep an ended version in memory
+        adapters = work.freeze_adapters()
         try:
             if drain_first:
                 await work.check_adapters(adapters)
@@ -68,8 +69,7 @@ async def reload(
             else:
                 await work.switch(victims, adapters)
         finally:
-            if model.version is old:
-                old.engine.adapters.thaw()
+            work.thaw_adapters()
     finally:
         model.is_reloading = False
         transitions.room.set()
@@ -106,6 +106,19 @@ class _Reload(Generic[V]):
         self._old = old
         self._next = following
         self._began = transitions.clock()
+        self._has_ended = False
+        """True if the old version has ended. Then ``_old`` no longer exists."""
+
+    def freeze_adapters(self) -> list[Adapter]:
+        """Forbids changes of the old version's LoRA adapters, and returns them. Raises ModelStateError if one of them
+        is being loaded.
+        """
+        return self._old.engine.adapters.freeze()
+
+    def thaw_adapters(self) -> None:
+        """Permits changes of the old version's LoRA adapters again, if the old version still serves."""
+        if not self._has_ended and self._model.version is self._old:
+            self._old.engine.adapters.thaw()
 
     async def check_adapters(self, adapters: list[Adapter]) -> None:
         """Checks that the new version can use the LoRA adapters of the old version. The check comes early, because the
@@ -146,6 +159,7 @@ class _Reload(Generic[V]):
         then go to the new version.
         """
         transitions, model = self._transitions, self._model
+        problem: str | None = None
         transitions.starting[model.name] = self._next.need
         ends = [transitions.end_for_other(victim) for victim in victims]
         try:
@@ -157,9 +171,12 @@ class _Reload(Generic[V]):
                 is_main=model.is_main,
             )
         except (LLMServingError, OSError) as error:
-            raise ModelStateError(f"The new version does not start, so the old one serves on: {error}") from None
+            problem = str(error)  # not the error: its traceback keeps the engine of the new version in memory
         finally:
             del transitions.starting[model.name]
+        if problem is not None:
+            transitions.keep(asyncio.to_thread(return_free_memory))
+            raise ModelStateError(f"The new version does not start, so the old one serves on: {problem}")
         is_old_alive = model.version is self._old
         model.config, model.need = self._next.config, self._next.need
         transitions.put(model, version)
@@ -190,6 +207,8 @@ class _Reload(Generic[V]):
             await self._old.stop()
             if not model.is_main:  # the server's own handlers always need a version of the main model
                 model.version = None
+            del self._old
+            self._has_ended = True
             model.config, model.need, model.tokenizer = self._next.config, self._next.need, None
             await transitions.load(model, ModelState.COLD, adapters)
         finally:

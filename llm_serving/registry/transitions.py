@@ -162,6 +162,8 @@ class Transitions(Generic[V]):
             del self.starting[model.name]
             model.change = None
             self.room.set()
+        if model.state is ModelState.FAILED:
+            self.keep(asyncio.to_thread(return_free_memory))
 
     async def _end(self, model: ServedModel[V], after: ModelState) -> None:
         version = model.version
@@ -192,6 +194,8 @@ class Transitions(Generic[V]):
             model.version = None
         await version.stop()
         self.room.set()
+        del version
+        await asyncio.to_thread(return_free_memory)
 
     def _claims(self) -> list[Claim]:
         """Returns the memory claims of all versions that run, start or end.

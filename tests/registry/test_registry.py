@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from llm_serving.errors import ModelStateError, ModelUnavailableError
+from llm_serving.errors import AgentStartError, ModelStateError, ModelUnavailableError
 from llm_serving.registry.registry import RETRY_FAILED_S
 from llm_serving.registry.states import ModelState, StartCosts
-from support.fake_models import Models, add_adapter
+from support.fake_models import FakeEngine, Models, add_adapter
 from support.model_scripts import play
 
 
@@ -306,6 +306,76 @@ def test_the_memory_of_a_replaced_version_is_freed_although_its_objects_form_a_c
     gc.disable()  # the garbage collector might free the version by chance
     try:
         play(script, tmp_path, {"a": 5 if drain_first else 3})
+    finally:
+        gc.enable()
+
+
+def with_cycle(engine: Any) -> weakref.ref[Any]:
+    """Makes an engine refer to itself, as real engines do. Returns a weak reference to it."""
+    engine.itself = engine
+    return weakref.ref(engine)
+
+
+def test_the_old_version_is_freed_if_the_new_one_does_not_start(tmp_path: Path) -> None:
+    """The error of the reload is still in use meanwhile. Its traceback must not keep the old version in memory."""
+
+    async def script(models: Models) -> None:
+        (await models.registry.acquire(models["a"])).release()
+        freed = with_cycle(models["a"].version.engine)  # type: ignore[union-attr]
+        models.starter.fails = True
+        reload = asyncio.ensure_future(models.registry.reload(models["a"], None, drain_first=True))
+        await asyncio.wait((reload,))
+        await until(lambda: freed() is None)
+        assert isinstance(reload.exception(), ModelStateError)
+
+    gc.disable()
+    try:
+        play(script, tmp_path, {"a": 5})
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("is_reload", [False, True])
+def test_a_version_that_does_not_start_is_freed(tmp_path: Path, is_reload: bool) -> None:
+    made: list[weakref.ref[Any]] = []
+
+    async def start(config: Any, number: int, need: Any, **others: Any) -> Any:
+        engine = FakeEngine(config)
+        made.append(with_cycle(engine))
+        raise AgentStartError("no memory left for the agent")
+
+    async def script(models: Models) -> None:
+        models.starter.start = start  # type: ignore[method-assign]
+        work = models.registry.reload(models["main"], None, drain_first=False)
+        if not is_reload:
+            work.close()
+            work = models.registry.start(models["a"])
+        task = asyncio.ensure_future(work)
+        await asyncio.wait((task,))
+        await until(lambda: made[0]() is None)
+        assert isinstance(task.exception(), ModelStateError)
+
+    gc.disable()
+    try:
+        play(script, tmp_path, {"a": 3})
+    finally:
+        gc.enable()
+
+
+def test_a_version_whose_engine_ended_by_itself_is_freed(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        (await models.registry.acquire(models["a"])).release()
+        version = models["a"].version
+        assert version is not None
+        freed = with_cycle(version.engine)
+        version.engine.ended.set()
+        del version
+        await until(lambda: freed() is None)
+        assert models.states()["a"] == "failed"
+
+    gc.disable()
+    try:
+        play(script, tmp_path, {"a": 3})
     finally:
         gc.enable()
 
