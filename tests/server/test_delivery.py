@@ -284,7 +284,7 @@ class LongEvents:
         return [b"end"]
 
     def error(self, reply):
-        return b"error"
+        return [b"e" * 1000] * (3 * SEND_BYTES // 1000)
 
 
 class CountedChannel:
@@ -376,6 +376,7 @@ def test_an_error_follows_whole_events(reason):
 
     writes = asyncio.run(run())
     size = 3 * SEND_BYTES // 1000 * 1000
-    end = b"b" * size + b"error" if reason is None else b"end"
+    end = b"b" * size + b"e" * size if reason is None else b"end"
     assert b"".join(body for _, body, _ in writes) == b"a" * size + end
+    assert max(len(body) for _, body, _ in writes) < SEND_BYTES + 1000
     assert [is_last for *_, is_last in writes] == [False] * (len(writes) - 1) + [True]

@@ -40,8 +40,8 @@ class EventFormat(Protocol):
     def last(self) -> Events:
         """Returns the events that end the stream, after all choices have ended."""
 
-    def error(self, reply: ErrorReply, /) -> bytes:
-        """Returns the event of an error that happened after the stream began."""
+    def error(self, reply: ErrorReply, /) -> Events:
+        """Returns the event of an error that happened after the stream began, never empty."""
 
 
 class _Backlog:
@@ -139,7 +139,8 @@ class EventStream:
                 await self._write_parts(channel)
                 if not self._is_complete:
                     await self._write_held_back(channel)
-                    channel.write(self._format.error(reply), is_last=True)
+                    self._parts = _Parts(0, _pieces(self._format.error(reply)), is_last=True)
+                    await self._write_parts(channel)
             else:
                 self.status_code = reply.status
                 await reply.response(generation.request_id)(scope, receive, send)

@@ -164,9 +164,9 @@ class ResponseStream:
         self._responder.keep(response)
         return self._encoded([{"type": f"response.{response['status']}", "response": response}])
 
-    def error(self, reply: ErrorReply, /) -> bytes:
-        """Returns an error as the end of the stream."""
-        return b"".join(self._encoded([{"type": "response.failed", "response": self._responder.failed(reply)}]))
+    def error(self, reply: ErrorReply, /) -> list[bytes]:
+        """Returns an error as the end of the stream. It has the items until now, so it may be long."""
+        return self._encoded([{"type": "response.failed", "response": self._responder.failed(reply)}])
 
     def _encoded(self, events: Sequence[dict[str, Any]]) -> list[bytes]:
         pieces: list[bytes] = []
