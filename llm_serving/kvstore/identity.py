@@ -28,6 +28,11 @@ def weights_state(config: Config) -> list[str]:
     return [_identity(file) for file in _weight_files(config)]
 
 
+def weights_bytes(config: Config) -> int:
+    """Returns the size of all weight files in bytes."""
+    return sum(file.stat().st_size for file in _weight_files(config))
+
+
 def weights_digest(config: Config, cache_folder: Path | None = None, *, expected: list[str] | None = None) -> str:
     """Returns a digest of the contents of the weight files. It takes about a second for each GB.
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
 from llm_serving.config import Config
 from llm_serving.ipc.host_pool import HostPoolLayout
 from llm_serving.kvstore.disk import DiskTier, FileTier
-from llm_serving.kvstore.identity import BlockIdentity, check_weights, weights_digest, weights_state
+from llm_serving.kvstore.identity import (
+    BlockIdentity,
+    check_weights,
+    weights_bytes,
+    weights_digest,
+    weights_state,
+)
 from llm_serving.kvstore.mover import Mover
 from llm_serving.kvstore.shared import SharedTier
 from llm_serving.kvstore.store import BlockStore
@@ -29,6 +36,8 @@ class KvTiers:
     def __init__(self, config: Config, on_problem: Callable[[str], None]) -> None:
         self._config = config
         self._weights = weights_state(config)
+        self.weights_bytes = weights_bytes(config)
+        """Size of the weight files in bytes. Nodes need about a second for each GB to read them."""
         self._folder: Path | None = None
         self._disk: DiskTier | None = None
         self._shared: SharedTier | None = None
@@ -38,6 +47,7 @@ class KvTiers:
         self._arithmetic = ""
         self._digest: str | None = None
         self._reads_weights = threading.Lock()
+        self._reading: Future[BlockIdentity] | None = None
         self._stores: list[BlockStore] = []
         settings = config.kv_tier_config
         if settings.shared_folder is not None:
@@ -106,6 +116,16 @@ class KvTiers:
         self._compare_weights(digest)
         return BlockIdentity.of(self._config, digest, self._arithmetic)
 
+    def read_identity(self) -> Future[BlockIdentity]:
+        """Starts to compute ``identity`` in a thread of its own. Returns a future with its result or error.
+
+        All callers get the same future until the thread has ended. Only one thread may call this method.
+        """
+        if self._reading is None or self._reading.done():
+            self._reading = Future()
+            threading.Thread(target=_run, args=(self.identity, self._reading), name="identity", daemon=True).start()
+        return self._reading
+
     @property
     def waits_for_nodes(self) -> bool:
         """True while no host blocks can be used, but some may become usable, because nodes still read their weights."""
@@ -157,3 +177,10 @@ class KvTiers:
             self._own_mover.close()
         for tier in self._tiers:
             tier.close()
+
+
+def _run(work: Callable[[], BlockIdentity], result: Future[BlockIdentity]) -> None:
+    try:
+        result.set_result(work())
+    except Exception as error:
+        result.set_exception(error)

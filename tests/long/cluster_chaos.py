@@ -136,8 +136,8 @@ def inject(server: ServerProcess, rig: OwnNodes | RayRig, kind: str, rng: random
     wait_until(lambda: all(each["running"] for each in server.get("/v1/cluster")["replicas"]))
     used = [node for node in server.get("/v1/cluster")["nodes"] if node["state"] == "used"]
     num_lost, node, noticed_s = len(server.events("agent_lost")), rng.choice(used), None
-    began = time.monotonic()
     restore = rig.inject(kind, node)
+    began = time.monotonic()  # the search for the process may take long on a busy machine
     if kind in WITHOUT_LOSS:
         time.sleep(WARM_UP_S)
     else:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
+from llm_serving.errors import CheckpointError
 from llm_serving.server.sessions import endpoints
 from support.access_keys import access_for, bearer
 from support.fake_engine import FakeEngine
@@ -58,11 +60,18 @@ def test_files_need_a_right_of_the_key(keyed, method):
     assert allowed.status_code != 403
 
 
+def ended(identity):
+    """Returns a future that has ended with the identity of blocks."""
+    future = Future()
+    future.set_result(identity)
+    return future
+
+
 @pytest.fixture
 def tiers(server, monkeypatch):
     """Provides KV tiers whose nodes never compare their weights, for the server's session ``one``."""
     server.post("/v1/completions", {"prompt": "a", "session_id": "one"})
-    made = SimpleNamespace(identity=lambda: None, waits_for_nodes=True)
+    made = SimpleNamespace(read_identity=partial(ended, None), waits_for_nodes=True, weights_bytes=0)
     monkeypatch.setattr(server.engine, "tiers", made)
     monkeypatch.setattr(server.engine, "transfers", SimpleNamespace())
     monkeypatch.setattr(endpoints, "_POLL_S", 0.001)
@@ -79,15 +88,59 @@ def test_sessions_wait_for_the_weights_of_nodes_for_a_limited_time(server, tiers
     assert asked(server, method) == (503, "weights_unknown")
 
 
-def test_only_a_few_exports_may_wait_for_the_digest_of_the_weights(server, tiers):
+class Reading:
+    """KV tiers whose nodes need a number of polls to read their weights."""
+
+    def __init__(self, num_polls, weights_bytes):
+        self.left, self.weights_bytes, self.read_identity = num_polls, weights_bytes, partial(ended, None)
+
+    @property
+    def waits_for_nodes(self):
+        self.left -= 1
+        return self.left >= 0
+
+
+@pytest.mark.parametrize(("method", "gigabytes", "is_known"), [("GET", 0, False), ("PUT", 9, False), ("GET", 9, True)])
+def test_exports_wait_longer_for_large_weights(server, tiers, monkeypatch, method, gigabytes, is_known):
+    """An import may not, because its body must arrive."""
+    monkeypatch.setattr(server.engine, "tiers", Reading(endpoints._MAX_POLLS, gigabytes * 10**9))
+    monkeypatch.setattr(endpoints, "_POLLS_PER_GB", 1000)  # the machine may be slow, and its time counts
+    monkeypatch.setattr(server.engine, "config", None, raising=False)
+    monkeypatch.setattr(endpoints, "SessionExport", lambda *arguments: SimpleNamespace(pieces=no_pieces))
+    answer = server.http.request(method, "/v1/sessions/one", headers=BODY)
+    assert answer.status_code == (200 if is_known else 503)
+    assert is_known or f"({gigabytes}.0 GB)" in answer.json()["error"]["message"]
+
+
+async def no_pieces():
+    for each in ():
+        yield each
+
+
+@pytest.mark.parametrize("error", [None, CheckpointError("the weights have changed")])
+def test_sessions_wait_for_the_weights_of_the_server_for_a_limited_time(server, tiers, error):
+    """The thread that reads the weights goes on, and a later call gets its result."""
+    future = Future()
+    tiers.read_identity = lambda: future
+    assert asked(server) == (503, "weights_unknown")
+    if error is None:
+        future.set_result(None)
+        assert asked(server) == (503, "weights_unknown"), "the nodes are still reading"
+    else:
+        future.set_exception(error)
+        assert asked(server) == (503, "weights_changed")
+
+
+def test_only_a_few_exports_may_wait_for_the_digest_of_the_weights(server, tiers, monkeypatch):
     """Others would occupy all threads that parse request bodies."""
-    started, go_on = threading.Semaphore(0), threading.Event()
+    started, future = threading.Semaphore(0), Future()
+    monkeypatch.setattr(endpoints, "_POLL_S", time_limit(60) / endpoints._MAX_POLLS)
 
-    def identity():
+    def read_identity():
         started.release()
-        go_on.wait(time_limit(60))
+        return future
 
-    tiers.identity = identity
+    tiers.read_identity = read_identity
     with ThreadPoolExecutor(endpoints.MAX_TRANSFERS) as threads:
         waiting = [threads.submit(asked, server) for _ in range(endpoints.MAX_TRANSFERS)]
         try:
@@ -95,5 +148,6 @@ def test_only_a_few_exports_may_wait_for_the_digest_of_the_weights(server, tiers
                 assert started.acquire(timeout=time_limit(20))
             assert asked(server) == (503, "overloaded")
         finally:
-            go_on.set()
+            monkeypatch.setattr(endpoints, "_POLL_S", 0.001)
+            future.set_result(None)
         assert [each.result() for each in waiting] == [(503, "weights_unknown")] * len(waiting)

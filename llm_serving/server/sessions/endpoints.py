@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -31,10 +32,13 @@ MAX_TRANSFERS = 4
 MEDIA_TYPE = "application/octet-stream"
 _POLL_S = 0.1
 _MAX_POLLS = 300
-"""Maximum number of polls, one every ``_POLL_S``, in which an export or import waits for the nodes.
+"""Maximum number of polls, one every ``_POLL_S``, in which an import waits for the digests of the weights.
 
-The nodes must first have compared their weights with the server's.
+The server and its nodes must first have read their weights. A longer wait would end with status 408, because the body
+must arrive within ``MESSAGE_TIMEOUT_S``.
 """
+_POLLS_PER_GB = 40
+"""Further polls of an export for each GB of weights. Server and nodes need about a second each to read a GB."""
 
 
 async def _list_sessions(state: ServerState, request: Request) -> Response:
@@ -50,7 +54,7 @@ async def _export(state: ServerState, request: Request) -> AnyResponse:
     tiers, transfers = _tiers_of(state)
     state.check_ready()
     with _transfer(state), state.active.this_task():
-        identity = await _identity(tiers)
+        identity = await _identity(tiers, _POLLS_PER_GB)
     return _SessionFile(state, SessionExport(state.engine.config, identity, transfers, session).pieces(), session)
 
 
@@ -198,22 +202,37 @@ def _tiers_of(state: ServerState) -> tuple[KvTiers, BlockTransfers]:
     return tiers, transfers
 
 
-async def _identity(tiers: KvTiers) -> BlockIdentity:
+async def _identity(tiers: KvTiers, polls_per_gb: int = 0) -> BlockIdentity:
     """Returns the facts that determine the values in the blocks: model, weights and kernels.
 
-    If all agents are on nodes, waits until a node has compared its weights with the server's. Raises UnavailableError
-    if this takes too long, or if the weights on disk have changed.
+    Waits until the server has read its weights. If all agents are on nodes, also waits until a node has compared its
+    weights with the server's. Raises UnavailableError if this takes too long, or if the weights on disk have changed.
+    ``polls_per_gb`` is the additional number of polls for each GB of weights.
     """
+    gigabytes = tiers.weights_bytes / 1e9
+    num_polls, begun = _MAX_POLLS + int(polls_per_gb * gigabytes), time.monotonic()
+    reading = asyncio.wrap_future(tiers.read_identity())
+    reading.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # a later call reports the error
+    await asyncio.wait({reading}, timeout=num_polls * _POLL_S)
+    if not reading.done():
+        raise _unknown("server is", gigabytes)
     try:
-        identity = await asyncio.to_thread(tiers.identity)
+        identity = reading.result()
     except (CheckpointError, OSError) as error:
         raise UnavailableError(f"Sessions are not possible now: {error}.", "weights_changed") from None
-    for _ in range(_MAX_POLLS):  # a count, so that a pause of the server process does not use up the time
+    num_polls -= int((time.monotonic() - begun) / _POLL_S)
+    for _ in range(max(1, num_polls)):  # a count, so that a pause of the server process does not use up the time
         if not tiers.waits_for_nodes:
             return identity
         await asyncio.sleep(_POLL_S)
-    raise UnavailableError(
-        "Sessions are not possible now: the nodes are still reading their weights; try again.", "weights_unknown"
+    raise _unknown("nodes are", gigabytes)
+
+
+def _unknown(who: str, gigabytes: float) -> UnavailableError:
+    return UnavailableError(
+        f"Sessions are not possible now: the {who} still reading the weights ({gigabytes:.1f} GB). This usually takes "
+        "a second for each GB; try again later.",
+        "weights_unknown",
     )
 
 
