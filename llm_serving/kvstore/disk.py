@@ -25,8 +25,8 @@ from llm_serving.kvstore.segments import SEGMENT_BYTES, FolderLock, SegmentFolde
 RETRY_S = 60.0
 """Seconds after a failed write in which the tier writes nothing."""
 WRITE_BYTES = 2 << 20
-"""Maximum bytes of the blocks that a job of the mover writes, unless one block alone is larger. A job that reads blocks
-for a waiting request may have to wait for it.
+"""Maximum bytes of the blocks that a job of the mover writes, unless one block alone is larger. Jobs are short,
+because a job that reads blocks for a waiting request may have to wait for another job.
 """
 _KEEP = 0.9
 """The measured bandwidth is an average of the reads. Each new read multiplies the weight of earlier reads by this
@@ -243,8 +243,8 @@ class FileTier(ABC):
         return batch
 
     def _is_current(self, write: _Write) -> bool:
-        """Returns False if a block must not be written. Earlier agents with another namespace have computed it, or
-        ``distrust`` was called since the write was requested, or the tier accepts no blocks now.
+        """Returns False if a block must not be written. There are three reasons: agents with another namespace have
+        computed it, ``distrust`` was called after the request of the write, or the tier accepts no blocks now.
         """
         is_open = write.records is not None and write.records is self._records and self.may_write
         return is_open and write.num_distrusts == self._num_distrusts

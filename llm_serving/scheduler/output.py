@@ -141,8 +141,8 @@ class ScheduledStep:
     num_wanted: int = 0
     """Number of drafts that the agent's draft model makes for each sequence after the step. The engine sets it."""
     is_held: bool = False
-    """Whether no step is sent before the result of this step, whose drafts the next step verifies. The engine sets it
-    when it sends the step."""
+    """True if the next step verifies drafts that follow from the result of this step. The engine then sends no step
+    before it has the result. The engine sets this field when it sends the step."""
     state_moves: list[tuple[int, int, int]] = field(default_factory=list)
     """Loads and saves of states of linear attention: (index of a sequence in the step, n, snapshot). With n = 0, the
     sequence resumes from the snapshot. Otherwise, the step saves the state after the sequence's first n tokens."""

@@ -57,7 +57,7 @@ TRACED = 4
 SAMPLING_GRAPHS = 2
 """Number of graphs that sampling with a temperature launches in each step: candidates and draws."""
 SAMPLING_DEVICE, SAMPLING_HOST = 1 / 8, 1 / 3
-"""The part of a step's device time, and of its launch time on the host, that these graphs take together."""
+"""The fraction of a step's time on the device, and of its launch time on the host, that these graphs take together."""
 WORK = {
     STEP: "device computes a step",
     "candidates": "device finds candidates",

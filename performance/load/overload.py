@@ -1,11 +1,11 @@
 """Measures how a server behaves under a load that is many times larger than the load it can serve.
 
 The program starts a server with several API keys. Light keys send a few requests per second. Heavy keys send the
-overload. First the program searches the rate with the largest goodput, the rate of the peak. The goodput is the number
-of requests per second that meet their objectives. The request rate doubles until the goodput is clearly below the
-rate. Then several rates around this goodput are measured.
+overload. The goodput is the number of requests per second that meet their objectives. First the program searches for
+the request rate with the largest goodput, the rate of the peak. It doubles the rate until the goodput is clearly below
+the rate. Then it measures several rates around this goodput.
 
-The largest of several measured goodputs is too large on average, because it is also the luckiest. So the search only
+The largest of several measured goodputs is too large on average, because chance has raised it. So the search only
 finds the rate. Then ``--rounds`` rounds follow, each with three loads of ``--duration`` seconds:
 
   peak      the goodput at the rate of the peak, measured again

@@ -254,7 +254,7 @@ class ExpertRules:
             yield from self._share_problems(self._wiring.operands(source)[0])
 
     def _share_problems(self, shares: Operand) -> Iterator[str]:
-        """Yields errors unless the weights of a token's experts are their scores, as the model divides and scales them.
+        """Yields errors unless the weights of a token's experts are their scores, divided and scaled as the model does.
 
         ``shares`` are the weights in float32.
         """

@@ -158,9 +158,10 @@ class _GroupRouter(nn.Cell):
 class _LimitedRouter(nn.Cell):
     """The router of DeepSeek V2 with groups. An expert's score is the softmax of its logit, over all experts.
 
-    First ranks each group of experts by its best score, and chooses the best groups. Then chooses the experts with the
-    best scores of these groups. Their weights are the scores times a factor. Returns the same tensors as
-    ``_SoftmaxRouter``. No primitive of MindSpore does all of this in float32.
+    The score of a group of experts is the best score of its experts. For each token, first chooses the groups with the
+    best scores, then the experts with the best scores in these groups. The weights of the experts are their scores
+    times a factor. Returns the same tensors as ``_SoftmaxRouter``. No primitive of MindSpore does all of this in
+    float32.
     """
 
     def __init__(self, experts: Experts, routing: Routing) -> None:
@@ -186,10 +187,11 @@ class _LimitedRouter(nn.Cell):
 
 
 def group_bounds(count: int, routing: Routing) -> npt.NDArray[np.float32]:
-    """Returns a table [groups, experts]. The sum of the rows of a token's chosen groups bounds the scores of experts.
+    """Returns a table [groups, experts], with which the router excludes the experts outside of the chosen groups.
 
-    The sum is 2 for an expert of these groups, so its score, which is at most 1, stays as it is. The sum is negative
-    for all other experts. So their bounded scores are below every score, and they are never chosen. The sums are exact.
+    The router adds up the rows of a token's chosen groups. For each expert, the sum is an upper bound of its score. It
+    is 2 for experts of the chosen groups. Their scores are at most 1, so they stay as they are. For all other experts
+    the sum is negative. It replaces their scores, so they are never chosen. The sums are exact.
     """
     bounds = np.full((routing.groups, count), -1, np.float32)
     for group, row in enumerate(np.split(bounds, routing.groups)):

@@ -167,9 +167,9 @@ class Refusals(Protocol):
 
 
 class _RefusedCycle(RequestResponseCycle):
-    """Takes the place of uvicorn's object for the present request if the request was refused early.
+    """Replaces uvicorn's object for the present request if the request was refused early.
 
-    It says that the response is complete. So the connection discards the body, and accepts the next request.
+    Its attributes state that the response is complete. So the connection discards the body and takes the next request.
     """
 
     def __init__(self) -> None:
