@@ -124,13 +124,22 @@ class Session:
             self._close()
 
     def _loop_once(self) -> None:
-        now = time.monotonic()
         due = self._next_beat if self._bridge_lost_at is None else min(self._next_beat, self._bridge_lost_at)
-        look = self._next_look()
-        for key, _ in self._selector.select(max(0.0, min(due, due if look is None else look) - now)):
+        if (look := self._next_look()) is not None:
+            due = min(due, look)
+        for key, _ in self._selector.select(max(0.0, due - time.monotonic())):
             handler: Callable[[], None] = key.data
             handler()
         now = time.monotonic()
+        if now >= due:
+            self._look_after(now)
+        if self.bridge is not None and self._group is not None:
+            self._report_quiet(self._group)
+
+    def _look_after(self, now: float) -> None:
+        """Sends a sign of life if one is due, and checks that the server and the agents are alive. Called at least
+        every ``BEAT_S``.
+        """
         if now >= self._next_beat:
             self._next_beat = now + BEAT_S
             self._send(BEAT)
@@ -141,8 +150,6 @@ class Session:
             raise AgentLostError(self.bridge.problem)
         if (look := self._next_look()) is not None and now >= look and self._group is not None:
             self._group.look(now, self._last_sign, self._in_flight)
-        if self.bridge is not None and self._group is not None:
-            self._report_quiet(self._group)
 
     @property
     def _is_ready(self) -> bool:
@@ -346,7 +353,8 @@ class Session:
         group = self._group
         if group is None or not group.is_ready:
             raise ProtocolError("the server sent a message to agents that are not ready")
-        message = messages.decode_server_message(bytes(carried.payload))
+        encoded = bytes(carried.payload)
+        message = messages.decode_server_message(encoded)
         if not isinstance(message, _FORWARDED):
             raise ProtocolError(f"the server sent {type(message).__name__}, which only a node may send to its agents")
         if isinstance(message, messages.Masks) and not self._is_in_flight(message):
@@ -355,7 +363,7 @@ class Session:
             self._write(message, carried.contents)
         elif len(carried.contents):
             raise ProtocolError(f"{type(message).__name__} has contents of a slot")
-        group.send(message)
+        group.send(message, encoded)
 
     def _is_in_flight(self, masks: messages.Masks) -> bool:
         """Returns True if the step of these masks is still in its slot. Raises ProtocolError if the slot does not

@@ -161,9 +161,12 @@ class AgentGroup:
         if reason is not None:
             raise AgentLostError(reason)
 
-    def send(self, message: ServerMessage) -> None:
-        """Sends a message to every agent. A broken connection is ignored, because ``receive`` reports it."""
-        payload = messages.encode(message)
+    def send(self, message: ServerMessage, encoded: bytes = b"") -> None:
+        """Sends a message to every agent. A broken connection is ignored, because ``receive`` reports it.
+
+        ``encoded`` is the encoded message, if the caller already has it.
+        """
+        payload = encoded or messages.encode(message)
         if not isinstance(message, messages.Step):
             self._other_work.sent(message)
         for link in self.links:

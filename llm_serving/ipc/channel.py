@@ -5,14 +5,16 @@ Both ends check the length against a limit before they allocate memory.
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from llm_serving.errors import ProtocolError
 
 MAX_FRAME_BYTES = 256 * 1024
 _LENGTH = struct.Struct("<I")
+_READ_BYTES = 64 * 1024
 
 
 def frame(payload: bytes, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
@@ -29,8 +31,14 @@ class FrameBuffer:
         self.max_bytes = max_bytes
         self._data = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yields the payload of each complete frame. Raises ProtocolError for a length above the limit."""
+    def feed(self, data: bytes) -> Iterable[bytes]:
+        """Returns the payload of each complete frame. Iterating raises ProtocolError for a length above the limit."""
+        is_first = not self._data and len(data) >= _LENGTH.size
+        if is_first and _LENGTH.unpack_from(data)[0] == len(data) - _LENGTH.size <= self.max_bytes:
+            return (data[_LENGTH.size :],)  # the usual case, without copies to the buffer and from it
+        return self._split(data)
+
+    def _split(self, data: bytes) -> Iterator[bytes]:
         self._data += data
         offset = 0
         try:
@@ -68,11 +76,20 @@ class Channel:
 
     def send(self, payload: bytes) -> None:
         """Sends one frame. Raises OSError if the peer has closed the connection."""
-        self._socket.sendall(frame(payload))
+        data = frame(payload)
+        try:
+            sent = os.write(self._socket.fileno(), data)  # ``socket.send`` polls first if the socket has a timeout
+        except BlockingIOError:
+            sent = 0
+        if sent < len(data):
+            self._socket.sendall(data[sent:])
 
     def receive_available(self) -> list[bytes] | None:
         """Reads once from a readable socket and returns the complete frames. None if the peer has closed the socket."""
-        data = self._socket.recv(64 * 1024)
+        try:
+            data = os.read(self._socket.fileno(), _READ_BYTES)  # ``socket.recv`` polls first, see ``send``
+        except BlockingIOError:
+            data = self._socket.recv(_READ_BYTES)
         return list(self._buffer.feed(data)) if data else None
 
     def shut_down(self) -> None:

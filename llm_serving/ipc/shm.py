@@ -400,8 +400,8 @@ class StepSlot:
         """
         if self._numbers[HEADER["magic"]] != SLOT_MAGIC or self.seq != seq:
             raise ProtocolError(f"a slot announced as step {seq} holds step {self.seq}: it was torn or reused")
-        _check_sizes(self.layout.limits, *self.header[HEADER["num_tokens"] : HEADER["num_moves"] + 1].tolist())
-        numbers = self.header[HEADER["checked_row"] : HEADER["num_state_moves"] + 1].tolist()
+        _check_sizes(self.layout.limits, *self._numbers[HEADER["num_tokens"] : HEADER["num_moves"] + 1])
+        numbers = self._numbers[HEADER["checked_row"] : HEADER["num_state_moves"] + 1].tolist()
         if any(numbers):
             self._check_numbers(self.num_seqs, *numbers)
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from llm_serving.errors import ProtocolError
-from llm_serving.ipc.shm import HEADER_WORDS, MOVE_WIDTH, STATE_MOVE_WIDTH, StepSlot
+from llm_serving.ipc.shm import HEADER, HEADER_WORDS, MOVE_WIDTH, STATE_MOVE_WIDTH, StepSlot
 from llm_serving.ipc.tiles import TILE_WIDTH
 from llm_serving.sampling_params import MAX_TOP_LOGITS, SAMPLER_PARAMETERS
 
@@ -45,8 +43,26 @@ class _Column:
         return self.data[: count * self.item]
 
 
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The used parts of some arrays of a slot. Parts without bytes are left out."""
+
+    key: object
+    """The sizes from which the parts follow."""
+    views: list[memoryview]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, key: object, views: list[memoryview]) -> _Parts:
+        used = [view for view in views if len(view)]
+        return cls(key, used, sum(map(len, used)))
+
+
 class SlotContents:
-    """Reads and writes the contents of one slot."""
+    """Reads and writes the contents of one slot.
+
+    The next step in a slot often has the same sizes. So the parts of the arrays are kept until the sizes change.
+    """
 
     def __init__(self, slot: StepSlot) -> None:
         self._slot = slot
@@ -59,12 +75,16 @@ class SlotContents:
         names += ("draft_ids", "state_moves")
         self._columns = {name: _Column.of(slot, name) for name in names}
         self._header = slot.header.data.cast("B")
+        item = slot.header.itemsize
+        self._sizes = self._header[HEADER["num_tokens"] * item : (HEADER["num_state_moves"] + 1) * item]
+        self._num_top_logits = slot.num_top_logits.data
+        self._inputs = self._results = _Parts(None, [], 0)
         self._tokens = [column for name in _PER_TOKEN if len((column := self._columns[name]).data)]
         self._seqs = [column for name in _PER_SEQUENCE if len((column := self._columns[name]).data)]
 
     def inputs(self) -> bytes:
         """Returns the header and the inputs of the step that the server has written, without the masks."""
-        return b"".join([self._header, *self._input_parts()])
+        return b"".join((self._header, *self._input_parts().views))
 
     def write_inputs(self, seq: int, contents: memoryview) -> None:
         """Writes the bytes that ``inputs`` returned on the other machine.
@@ -86,11 +106,12 @@ class SlotContents:
     def write_masks(self, contents: memoryview) -> None:
         """Writes the bytes that ``masks`` returned on the other machine. Raises ProtocolError if bytes are missing or
         extra."""
-        _fill([self._mask_part()], contents, f"the masks of step {self._slot.seq}")
+        part = self._mask_part()
+        _fill(_Parts(None, [part], len(part)), contents, f"the masks of step {self._slot.seq}")
 
     def results(self) -> bytes:
         """Returns the results of the completed step as bytes, which another machine passes to ``write_results``."""
-        return b"".join(self._result_parts())
+        return b"".join(self._result_parts().views)
 
     def write_results(self, contents: memoryview) -> None:
         """Writes the bytes that ``results`` returned on the other machine.
@@ -100,7 +121,20 @@ class SlotContents:
         """
         _fill(self._result_parts(), contents, f"the results of step {self._slot.seq}")
 
-    def _input_parts(self) -> list[memoryview]:
+    def _input_parts(self) -> _Parts:
+        key = self._sizes.tobytes()
+        if self._inputs.key != key:
+            self._inputs = _Parts.of(key, self._new_input_parts())
+        return self._inputs
+
+    def _result_parts(self) -> _Parts:
+        has_tops = max(self._num_top_logits[: self._slot.num_seqs], default=0) > 0
+        key = (self._sizes.tobytes(), has_tops)
+        if self._results.key != key:
+            self._results = _Parts.of(key, self._new_result_parts(has_tops=has_tops))
+        return self._results
+
+    def _new_input_parts(self) -> list[memoryview]:
         slot, columns = self._slot, self._columns
         num_tokens, num_seqs = slot.num_tokens, slot.num_seqs
         parts = [column.first(num_tokens) for column in self._tokens]
@@ -116,11 +150,11 @@ class SlotContents:
     def _mask_part(self) -> memoryview:
         return self._columns["masks"].first(self._slot.num_masks * self._mask_words)
 
-    def _result_parts(self) -> list[memoryview]:
+    def _new_result_parts(self, *, has_tops: bool) -> list[memoryview]:
         slot, columns = self._slot, self._columns
         num_seqs = slot.num_seqs
         parts = [columns[name].first(num_seqs) for name in _RESULTS]
-        if num_seqs and int(np.max(slot.num_top_logits[:num_seqs])) > 0:
+        if has_tops:
             parts += [columns[name].first(num_seqs * MAX_TOP_LOGITS) for name in _TOPS]
         parts.append(columns["move_faults"].first(slot.num_moves))
         parts.append(columns["pooled"].first(num_seqs * self._pooled_width))
@@ -129,16 +163,15 @@ class SlotContents:
         return parts
 
 
-def _fill(parts: list[memoryview], contents: memoryview, what: str) -> None:
+def _fill(parts: _Parts, contents: memoryview, what: str) -> None:
     """Copies ``contents`` into ``parts``, one after the other.
 
     Raises ProtocolError if the numbers of bytes differ. ``what`` describes the contents in the message.
     """
-    needed = sum(map(len, parts))
-    if needed != len(contents):
-        raise ProtocolError(f"{what} have {len(contents)} bytes; the header says {needed}")
+    if parts.num_bytes != len(contents):
+        raise ProtocolError(f"{what} have {len(contents)} bytes; the header says {parts.num_bytes}")
     offset = 0
-    for part in parts:
+    for part in parts.views:
         end = offset + len(part)
         part[:] = contents[offset:end]
         offset = end

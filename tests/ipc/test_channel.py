@@ -2,6 +2,7 @@
 
 import socket
 import struct
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
@@ -18,6 +19,13 @@ def test_frames_are_the_same_for_any_division_of_the_stream(payloads, piece):
     found = [p for start in range(0, len(stream), piece) for p in buffer.feed(stream[start : start + piece])]
     assert found == payloads
     assert not buffer._data
+
+
+def test_the_rest_of_a_frame_is_no_frame_of_its_own():
+    buffer, inner = FrameBuffer(), frame(b"x")
+    stream = frame(b"one" + inner)
+    assert list(buffer.feed(stream[: -len(inner)])) == []
+    assert list(buffer.feed(inner)) == [b"one" + inner]
 
 
 def test_a_length_over_the_limit_is_refused_before_the_payload_arrives():
@@ -47,3 +55,44 @@ def test_receive_available_does_not_wait_for_more(pair):
     assert right.receive_available() == [b"one", b"two", b""]
     left.close()
     assert right.receive_available() is None
+
+
+@pytest.mark.parametrize("seconds", [None, 60.0])
+def test_a_frame_that_is_larger_than_the_free_space_of_the_socket_is_sent_completely(pair, seconds):
+    left, right = pair
+    left.set_timeout(seconds)
+    payload = bytes(range(256)) * (MAX_FRAME_BYTES // 256)
+    with ThreadPoolExecutor(1) as thread:
+        sent = thread.submit(lambda: [left.send(payload) for _ in range(8)])
+        found = []
+        while len(found) < 8:
+            found += right.receive_available()
+        sent.result()
+    assert found == [payload] * 8
+
+
+def test_a_peer_that_never_reads_ends_a_send_with_a_timeout(pair):
+    left, _ = pair
+    left.set_timeout(0.01)
+
+    def send_many():
+        for _ in range(64):
+            left.send(bytes(MAX_FRAME_BYTES))
+
+    with pytest.raises(TimeoutError):
+        send_many()
+
+
+def test_a_socket_with_a_timeout_is_waited_for(pair):
+    left, right = pair
+    right.set_timeout(0.01)
+    with pytest.raises(TimeoutError):
+        right.receive_available()
+    right.set_timeout(0.0)
+    with pytest.raises(BlockingIOError):
+        right.receive_available()
+    right.set_timeout(60.0)
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(right.receive_available)
+        left.send(b"one")
+        assert found.result() == [b"one"]

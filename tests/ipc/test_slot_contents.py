@@ -61,12 +61,35 @@ def used(slot: StepSlot) -> dict[str, int]:
 def test_what_is_used_arrives_and_nothing_else_changes(seed: int) -> None:
     rng = random.Random(seed)
     here, there = new_slot(rng), new_slot(rng)
-    before = {name: array.copy() for name, array in there.arrays.items()}
     here.write_header(seed, **sizes(rng))
     if rng.random() < 0.5:
         here.num_top_logits[:] = -1
+    check_step(seed, here, there, SlotContents(here), SlotContents(there))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_next_step_in_a_slot_may_have_other_sizes(seed: int) -> None:
+    """Often it has the same sizes. Whether log-probabilities are wanted can change although the sizes stay."""
+    rng = random.Random(seed)
+    here, there = new_slot(rng), new_slot(rng)
     near, far = SlotContents(here), SlotContents(there)
-    far.write_inputs(seed, memoryview(near.inputs()))
+    chosen = sizes(rng)
+    for number in range(20):
+        for slot in (here, there):
+            for name, array in slot.arrays.items():
+                if name != "header":
+                    array[:] = rng.randrange(1, 1000)
+        if rng.random() < 0.5:
+            chosen = sizes(rng)
+        here.write_header(number, **chosen)
+        here.num_top_logits[:] = rng.choice([-1, 0, 1])
+        check_step(number, here, there, near, far)
+
+
+def check_step(seq: int, here: StepSlot, there: StepSlot, near: SlotContents, far: SlotContents) -> None:
+    """Sends a step from ``here`` to ``there`` and its results back, and checks all arrays of both slots."""
+    before = {name: array.copy() for name, array in there.arrays.items()}
+    far.write_inputs(seq, memoryview(near.inputs()))
     far.write_masks(memoryview(near.masks()))
     counts = used(here)
     for name, array in there.arrays.items():
