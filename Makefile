@@ -8,7 +8,12 @@ CONFIG  ?= smollm2_135m_cpu.yaml
 ARGS    ?=
 WORKERS ?= 4
 BIN     := $(VENV)/bin
-INSTALL := -m pip install --disable-pip-version-check --progress-bar off
+# pip would compile all modules to bytecode one after the other, also those that no program ever imports.
+INSTALL := -m pip install --disable-pip-version-check --progress-bar off --no-compile
+# Compiles the installed modules on all processors. A confined agent may not write bytecode, so without this step each
+# start of an agent would compile MindSpore again. Files for another Python version are left out.
+BYTECODE = $(PATIENT) "compiling the modules of the packages" $(BIN)/python -W ignore -c \
+           "import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=0)"
 # Runs a command without its output, and prints a line every few seconds so that the user sees that it still runs.
 PATIENT := $(BIN)/python tools/show_progress.py
 NEWENV  := $(PYTHON) tools/show_progress.py "creating a virtual environment" $(PYTHON) -m venv
@@ -122,6 +127,7 @@ $(SERVING): requirements.lock pyproject.toml
 	@test -x $(BIN)/python || $(NEWENV) $(VENV)
 	@$(PATIENT) "installing the packages for serving into $(VENV)" $(BIN)/python $(INSTALL) --require-hashes -r requirements.lock
 	@LLM_KERNELS_BUILD=none $(PATIENT) "installing llm-serving" $(BIN)/python $(INSTALL) --no-build-isolation --no-deps -e .
+	@$(BYTECODE)
 	@touch $@
 
 $(TESTS): requirements-test.lock requirements-lint.lock | $(SERVING) $(MODEL)
