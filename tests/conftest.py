@@ -132,6 +132,9 @@ REPETITIONS = (
 They repeat a case of ``make test`` with another type, op table or server, so only ``make test-sweeps`` runs them.
 """
 
+EARLY_FORK_SERVERS = {"gw1": "support.agent_preload", "gw2": "support.server_preload"}
+"""The modules of the fork servers that a process starts while it waits for the first one to collect the tests."""
+
 # MindSpore contains protobuf messages that only protobuf's Python implementation accepts. MindSpore chooses this
 # implementation when it is imported, which is too late if a test of the traces has imported protobuf before.
 os.environ["PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"] = "python"
@@ -184,10 +187,16 @@ def pytest_collection() -> None:
     """In a new clone, waits until the first process has collected all tests.
 
     The collection compiles each test file, which takes twice as long as the rest of it. The other processes then find
-    the compiled files. Otherwise all processes would compile all files at the same time.
+    the compiled files. Otherwise all processes would compile all files at the same time. Meanwhile, two of the waiting
+    processes start the fork servers that most tests of servers and agents use.
     """
-    if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0" or os.environ["LLM_TESTS_COMPILED"] == "1":
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
+    if worker == "gw0" or os.environ["LLM_TESTS_COMPILED"] == "1":
         return
+    if worker in EARLY_FORK_SERVERS:
+        from support.forks import fork_server  # tests of the kernels alone run without its packages
+
+        fork_server(EARLY_FORK_SERVERS[worker])
     until = time.monotonic() + time_limit(60.0)
     while not _collected().exists() and time.monotonic() < until:
         time.sleep(0.1)
