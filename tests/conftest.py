@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from support.case_samples import check_sample, read_intervals, select_cases
+from support.case_samples import check_sample, read_intervals, repetitions_of, select_cases
 from support.time_limits import time_limit
 
 HEAVY = (
@@ -132,6 +132,34 @@ REPETITIONS = (
 They repeat a case of ``make test`` with another type, op table or server, so only ``make test-sweeps`` runs them.
 """
 
+COVERED = (
+    "tests/engine/test_beam_search.py::test_the_search_equals_a_textbook_search",
+    "tests/engine/test_replicas.py::test_tokens_equal_sequential_execution",
+    "tests/kernels/test_attention.py::test_block_size_changes_no_bit",
+    "tests/kernels/test_attention.py::test_equals_float64",
+    "tests/kernels/test_attention.py::test_paged_and_plain_agree_bit_for_bit",
+    "tests/kernels/test_attention_window.py::test_equals_float64",
+    "tests/kernels/test_candidates.py::test_tokens_are_those_of_whole_rows",
+    "tests/kernels/test_elementwise.py::test_rms_norm_equals_float64",
+    "tests/kernels/test_elementwise.py::test_rotary_equals_float64",
+    "tests/kernels/test_linear.py::test_a_row_does_not_depend_on_the_batch",
+    "tests/kernels/test_linear.py::test_equals_the_reference",
+    "tests/kernels/test_linear.py::test_float_formats_equal_float64",
+    "tests/kernels/test_linear.py::test_groups_of_weights_alone",
+    "tests/kernels/test_linear.py::test_strided_rows_in_and_out",
+    "tests/kernels/test_rotary_attention.py::test_equals_float64",
+    "tests/kernels/test_rotary_attention.py::test_prefill_chunks_and_decode_agree_bit_for_bit",
+    "tests/kernels/test_static_inputs.py::test_the_bits_are_those_of_the_scheme",
+    "tests/kernels/test_window_and_norms.py::test_equals_float64",
+    "tests/kernels/test_window_and_norms.py::test_prefill_chunks_and_decode_agree_bit_for_bit",
+    "tests/kernels/test_window_and_norms.py::test_sinks_equal_float64",
+)
+"""Test functions with many combinations of parameters. ``make test`` runs few cases, which have each value of each
+parameter. ``make test-sweeps`` runs the others.
+"""
+OCCURRENCES = 3
+"""How often each value of a parameter occurs in the cases of ``COVERED`` tests that ``make test`` runs."""
+
 EARLY_FORK_SERVERS = {"gw1": "support.agent_preload", "gw2": "support.server_preload"}
 """The modules of the fork servers that a process starts while it waits for the first one to collect the tests."""
 
@@ -214,9 +242,15 @@ def _collected() -> Path:
     return Path(os.environ["XDG_CACHE_HOME"]) / "tests-collected"
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sorts the files with the slowest tests first. Keeps the cases that ``--every`` and ``--every-of`` select."""
+@pytest.hookimpl(tryfirst=True, hookwrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Marks the repetitions of ``COVERED`` tests before pytest deselects sweeps.
+
+    Then sorts the files with the slowest tests first, and keeps the cases that ``--every`` and ``--every-of`` select.
+    """
+    for item in repetitions_of(items, COVERED, OCCURRENCES):
+        item.add_marker(pytest.mark.sweep)
+    yield
     ranks = {file: rank for rank, file in enumerate(HEAVY)}
     items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(ranks)))
     intervals = read_intervals(config.getoption("every_of"))

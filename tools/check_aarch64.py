@@ -59,13 +59,13 @@ SAMPLED = {
     "test_rotary_attention.py::test_threads_change_no_bit": "cover",
     "test_rotary_attention.py::test_block_size_changes_no_bit": "cover",
     "test_rotary_attention.py::test_equals_float64": "cover",
-    "test_rotary_attention.py::test_prefill_chunks_and_decode_agree_bit_for_bit": 5,
-    "test_window_and_norms.py::test_equals_float64": 5,
-    "test_window_and_norms.py::test_prefill_chunks_and_decode_agree_bit_for_bit": 5,
-    "test_window_and_norms.py::test_sinks_equal_float64": 7,
+    "test_rotary_attention.py::test_prefill_chunks_and_decode_agree_bit_for_bit": "cover",
+    "test_window_and_norms.py::test_equals_float64": "cover",
+    "test_window_and_norms.py::test_prefill_chunks_and_decode_agree_bit_for_bit": "cover",
+    "test_window_and_norms.py::test_sinks_equal_float64": "cover",
     "test_linear.py::test_blocks_of_rows_change_no_bit": 2,
-    "test_linear.py::test_groups_of_weights_alone": 5,
-    "test_candidates.py::test_tokens_are_those_of_whole_rows": 5,
+    "test_linear.py::test_groups_of_weights_alone": "cover",
+    "test_candidates.py::test_tokens_are_those_of_whole_rows": "cover",
 }
 """The longest tests of tests/kernels, with the choice of the cases that run. A number N: every N-th case runs. "cover":
 as few cases as possible run, in which each value of each parameter occurs.

@@ -44,25 +44,40 @@ def select_cases(items: Sequence[pytest.Item], every: int, intervals: Mapping[st
     return chosen
 
 
-def cover(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+def cover(items: Sequence[pytest.Item], times: int = 1) -> list[pytest.Item]:
     """Returns cases of one function that have each value of each parameter, as few as a greedy choice finds.
 
-    Chooses the case with the most values that no chosen case has. If there are several, chooses the case whose values
-    were chosen least.
+    Each value occurs ``times`` times in the chosen cases, or in all cases that have it if these are fewer. Chooses the
+    case with the most values that still miss occurrences. If there are several, chooses the case whose values were
+    chosen least.
     """
     left, used, chosen = list(items), Counter[tuple[str, str]](), list[pytest.Item]()
-    wanted = {value for item in items for value in _values_of(item)}
-    while wanted - used.keys():
-        best = max(left, key=lambda item: _preference(_values_of(item), used))
+    occurrences = Counter(value for item in items for value in _values_of(item))
+    missing = {value: min(times, number) for value, number in occurrences.items()}
+    while missing:
+        best = max(left, key=lambda item: _preference(_values_of(item), missing, used))
         left.remove(best)
         chosen.append(best)
         used.update(_values_of(best))
+        missing = {value: number for value, number in missing.items() if used[value] < number}
     return chosen
 
 
-def _preference(values: set[tuple[str, str]], used: Counter[tuple[str, str]]) -> tuple[int, int]:
-    """Returns the number of values that are new, and minus the number of times that the others were used."""
-    return len(values - used.keys()), -sum(used[value] for value in values)
+def repetitions_of(items: Sequence[pytest.Item], functions: Sequence[str], times: int) -> list[pytest.Item]:
+    """Returns the cases of the ``functions`` that a cover leaves out, in which each value occurs ``times`` times."""
+    cases: dict[str, list[pytest.Item]] = {function: [] for function in functions}
+    for item in items:
+        if (function := function_of(item)) in cases:
+            cases[function].append(item)
+    kept = {id(item) for group in cases.values() for item in cover(group, times)}
+    return [item for group in cases.values() for item in group if id(item) not in kept]
+
+
+def _preference(
+    values: set[tuple[str, str]], missing: Mapping[tuple[str, str], int], used: Counter[tuple[str, str]]
+) -> tuple[int, int]:
+    """Returns how many values still miss occurrences, and minus the number of times that the values were used."""
+    return len(values & missing.keys()), -sum(used[value] for value in values)
 
 
 def check_sample(items: Sequence[pytest.Item], chosen: Sequence[pytest.Item], intervals: Mapping[str, int]) -> None:

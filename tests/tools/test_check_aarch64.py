@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.case_samples import check_sample, read_intervals, select_cases
+from support.case_samples import check_sample, cover, read_intervals, repetitions_of, select_cases
 from tools.check_aarch64 import INSTRUCTION_SETS, ONCE, SAMPLED, repetitions
 
 KERNELS = Path(__file__).resolve().parents[1] / "kernels"
@@ -46,6 +46,20 @@ def test_a_cover_has_all_values_with_few_cases() -> None:
     chosen = select_cases(items, 1, read_intervals([f"{TEST}=cover"]))
     assert [item.nodeid.partition("[")[2][:-1] for item in chosen] == ["0-0", "0-3", "1-1", "1-4", "2-2"]
     check_sample(items, chosen, {TEST: 0})
+
+
+def test_each_value_occurs_as_often_as_the_cover_says_or_in_all_its_cases() -> None:
+    items = cases(shape=2, dtype=5)
+    chosen = cover(items, 3)
+    assert len(chosen) == 10, "each type occurs in two cases only"
+    items = cases(shape=5, dtype=6)
+    chosen = cover(items, 2)
+    assert len(chosen) == 12
+    for name, number in (("shape", 5), ("dtype", 6)):
+        values = [item.callspec.params[name] for item in chosen]
+        assert all(values.count(value) >= 2 for value in range(number))
+    left_out = repetitions_of([*items, SimpleNamespace(nodeid="tests/kernels/test_b.py::test_other")], [TEST], 2)
+    assert sorted(item.nodeid for item in (*left_out, *chosen)) == sorted(item.nodeid for item in items)
 
 
 @pytest.mark.parametrize("option", ["a", "a=", "a=x", "a=0"])
