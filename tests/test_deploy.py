@@ -150,7 +150,7 @@ def _check_health(tmp_path: Path, path: Path) -> None:
     wrong.write_text("sk-wrong\n")
     keys = write_keys(tmp_path / "keys.txt", ["probe"])
     settings = [f"serving_config.unix_socket={path}", f"serving_config.api_keys_file={keys}"]
-    with running_server(tmp_path, settings, forks=False):
+    with running_server(tmp_path, settings):
         assert subprocess.run(check, timeout=time_limit(20)).returncode == 0
         assert subprocess.run([*check, key], timeout=time_limit(20)).returncode == 0
         assert subprocess.run([*check, wrong], timeout=time_limit(20)).returncode == 1

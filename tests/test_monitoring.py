@@ -117,7 +117,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with running_server(folder, ["telemetry_config.vllm_metric_names=true"], forks=False) as server:
+    with running_server(folder, ["telemetry_config.vllm_metric_names=true"]) as server:
         settings = json.loads(json.dumps(SETTINGS))
         settings["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
         settings["scrape_configs"][0]["static_configs"][0]["targets"] = [server.url.removeprefix("http://")]

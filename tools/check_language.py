@@ -102,6 +102,7 @@ REJECTED = [
     Rejected(r"\bfor (it|they|there|this|that|he) (is|are|was|were|has|have|can|may|does)\b", "because"),
     Rejected(r"\bas (it|they) (is|are|may|might|can) (be|it|they|beside)\b", "name the number or the state"),
 ]
+_WORD = re.compile(r"\S*\w\S*")
 _REJECTED = [(re.compile(rejected.pattern, re.IGNORECASE), rejected) for rejected in REJECTED]
 
 
@@ -116,7 +117,7 @@ class Sentence:
     @property
     def words(self) -> int:
         """The number of words; a code span is one word."""
-        return sum(1 for word in self.text.split() if re.search(r"\w", word))
+        return len(_WORD.findall(self.text))
 
     def rejected(self) -> list[Rejected]:
         """The rejected phrases in this sentence. Code spans are names and may contain any word."""

@@ -22,6 +22,7 @@ def known_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op_tables_main, "measure_ceilings", lambda threads: CEILINGS)
 
 
+@pytest.mark.usefixtures("forked_engine_agents")
 def test_a_row_has_both_tables_and_their_ratio(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["--config", "llama_tiny_cpu.yaml", "--set", "model_config.model_dtype=bfloat16", "--weights", "int8"]
     settings += ["--set", f"model_config.model_path={write_shorter_model(tmp_path / 'model', 1)}"]

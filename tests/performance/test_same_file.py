@@ -55,6 +55,7 @@ def test_a_rate_that_noise_made_negative_is_refused() -> None:
         same_file._rates("llama.cpp", rows)
 
 
+@pytest.mark.usefixtures("forked_engine_agents")
 def test_our_rates_come_from_the_engine_on_the_same_file(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     write_model(WIDE_FAMILIES["llama"], tmp_path / "folder")

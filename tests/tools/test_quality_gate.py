@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +14,9 @@ from llm_serving.config import load_config
 from llm_serving.engine.tokenizer_backends import load_tokenizer
 from llm_serving.errors import CheckpointError, ConfigError
 from llm_serving.model.shape import ModelShape
+from support.forked_programs import run_forked
 from support.gguf_oracle import write_pair
 from support.small_configs import REPOSITORY
-from support.time_limits import time_limit
 from tools import quality_gate
 from tools.quality_gate import FORMATS, Model, Quality, chosen_formats, is_available, table_line
 from tools.quality_texts import calibration_texts, general_texts, generated_texts
@@ -102,16 +100,9 @@ def test_a_format_above_its_limit_fails(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_perplexity_is_measured_with_the_graph(tmp_path: Path) -> None:
-    command = [sys.executable, "tools/quality_gate.py", "--config", "llama_tiny_cpu.yaml", "--source", "generated"]
-    command += ["--formats", "float32", "--texts", "4", "--length", "32"]
-    done = subprocess.run(
-        [*command, "--json", str(tmp_path / "gate.json")],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=time_limit(120),
-        check=False,
-    )
+    arguments = ["--config", "llama_tiny_cpu.yaml", "--source", "generated", "--json", str(tmp_path / "gate.json")]
+    arguments += ["--formats", "float32", "--texts", "4", "--length", "32"]
+    done = run_forked(REPOSITORY / "tools/quality_gate.py", *arguments, folder=REPOSITORY)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "gate.json").read_text())
     assert [row["name"] for row in rows] == ["bf16", "float32"]
