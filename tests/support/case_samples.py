@@ -51,14 +51,15 @@ def cover(items: Sequence[pytest.Item], times: int = 1) -> list[pytest.Item]:
     case with the most values that still miss occurrences. If there are several, chooses the case whose values were
     chosen least.
     """
-    left, used, chosen = list(items), Counter[tuple[str, str]](), list[pytest.Item]()
-    occurrences = Counter(value for item in items for value in _values_of(item))
+    left = [(item, _values_of(item)) for item in items]
+    used, chosen = Counter[tuple[str, str]](), list[pytest.Item]()
+    occurrences = Counter(value for _, values in left for value in values)
     missing = {value: min(times, number) for value, number in occurrences.items()}
     while missing:
-        best = max(left, key=lambda item: _preference(_values_of(item), missing, used))
-        left.remove(best)
-        chosen.append(best)
-        used.update(_values_of(best))
+        at = max(range(len(left)), key=lambda at: _preference(left[at][1], missing, used))
+        item, values = left.pop(at)
+        chosen.append(item)
+        used.update(values)
         missing = {value: number for value, number in missing.items() if used[value] < number}
     return chosen
 
