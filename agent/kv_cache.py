@@ -94,6 +94,7 @@ class KVCache:
                 self._pool,
             )
             for layout, names in groups.items()
+            if names  # a pipeline stage may have only layers with linear attention
         ]
         return moves[0] if len(moves) == 1 else AllMoves(moves)
 

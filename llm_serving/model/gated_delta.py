@@ -71,9 +71,17 @@ class GatedDelta:
         log = max_logged * (self.channels + 2 * self.value_heads)
         return self.value_heads * self.key_dim * self.value_dim + (self.taps - 1) * self.channels + log
 
-    def with_heads(self, key_heads: int) -> GatedDelta:
-        """Returns the sizes of a part of the heads: some key heads with their value heads."""
-        return replace(self, key_heads=key_heads, value_heads=key_heads * (self.value_heads // self.key_heads))
+    def part(self, key_heads: int, layers: range) -> GatedDelta:
+        """Returns the sizes of ``key_heads`` key heads with their value heads, in consecutive ``layers``.
+
+        The result counts the layers from 0.
+        """
+        return replace(
+            self,
+            key_heads=key_heads,
+            value_heads=key_heads * (self.value_heads // self.key_heads),
+            full_layers=tuple(layer - layers.start for layer in self.full_layers if layer in layers),
+        )
 
     @property
     def num_other_parameters(self) -> int:

@@ -12,7 +12,7 @@ has the whole model.
 - Intermediate columns (of the MLP, of every expert) are divided as evenly as possible, in multiples of a number of
   columns that ``granule_of`` returns.
 - With ``expert_parallel``, a rank has whole experts instead of columns of every expert. The routers stay whole.
-- With linear attention, a rank has whole key heads with their value heads, and the states of these heads.
+- With linear attention, a rank has whole key heads with their value heads, and the states of these heads in its layers.
 - With latent attention, a rank has whole heads. The latent vectors of queries, keys and values stay whole.
 - Vocabulary rows are divided into ranges of equal length (``vocab_stride``); only the last one may be shorter. Logits
   that are gathered in order of rank are therefore in order of token id, with padding only at the end.
@@ -220,7 +220,9 @@ def local_shape(shape: ModelShape, shard: Shard) -> ModelShape:
             first_held=0 if shard.experts is None else shard.experts.start,
             num_held=None if shard.experts is None else len(shard.experts),
         )
-    delta = None if shape.delta is None else shape.delta.with_heads(len(shard.delta_heads))
+    delta = shape.delta
+    if delta is not None:
+        delta = delta.part(len(shard.delta_heads), range(layers.start, layers.stop))
     return replace(
         shape,
         delta=delta,
@@ -239,8 +241,6 @@ def find_obstacle(shape: ModelShape, parallel: ParallelConfig, weight_group: int
     None if the model permits all settings.
     """
     parts, stages = parallel.tensor_parallel, parallel.pipeline_parallel
-    if shape.delta is not None and stages > 1:
-        return "pipeline_parallel", "the layers with linear attention cannot be divided into stages; use 1"
     if stages > shape.num_layers:
         return "pipeline_parallel", f"the model has {shape.num_layers} layers, and each stage needs one"
     if parallel.expert_parallel and shape.experts is None:

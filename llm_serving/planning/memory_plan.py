@@ -49,6 +49,7 @@ agent has its own device, so the plan counts the agent that needs the most memor
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -154,8 +155,16 @@ class MemoryPlan:
         """
         if self.available_bytes is None:
             return None
-        own = (self.available_bytes - self.total_bytes) // (self.kv_bytes_per_token * self.block_size)
+        own = self._blocks_in(self.available_bytes - self.total_bytes)
         return min([own, *(spare for other in self.others if (spare := other.spare_blocks) is not None)])
+
+    def _blocks_in(self, spare_bytes: int) -> int:
+        """Returns the number of further blocks of this machine that ``spare_bytes`` bytes can hold."""
+        block_bytes = self.kv_bytes_per_token * self.block_size
+        if block_bytes:
+            return spare_bytes // block_bytes
+        # The agents have pipeline stages with linear attention only, so a block takes no memory here.
+        return sys.maxsize if spare_bytes >= 0 else -self.num_blocks
 
     def table(self) -> str:
         """Returns the plan as text: a line for each item, the total and the available memory.

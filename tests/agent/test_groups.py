@@ -42,7 +42,7 @@ QUANTISED_SETUPS = (
 SETUPS = (*FLOAT32_SETUPS, *HALF_SETUPS, *QUANTISED_SETUPS)
 TESTED = {
     str(FLOAT32_SETUPS[0]): ("qwen3_next", "qwen3_5"),
-    str(FLOAT32_SETUPS[1]): ("tiny_llama",),
+    str(FLOAT32_SETUPS[1]): ("tiny_llama", "qwen3_5"),
     str(FLOAT32_SETUPS[2]): ("qwen2_tied", "qwen3_moe"),
     str(QUANTISED_SETUPS[0]): ("tiny_llama", "qwen3_tied", "mixtral"),
 }
@@ -70,7 +70,9 @@ LATENT = tuple(name for name in FAMILY_VARIANTS if "kv_lora_rank" in FAMILY_VARI
 UNTESTED = ("gpt_oss_mxfp4",)
 """Models that are left out here, because ``gpt_oss`` is the same network with float weights."""
 STATE_MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-"""Models with linear attention. The config refuses stages of a pipeline for them, and int4 rounding changes their text.
+"""Models with linear attention. int4 rounding changes their text.
+
+Of two stages, one has a KV cache and states, and the other one has only states.
 """
 
 
@@ -79,7 +81,7 @@ def models_of(setup: Setup) -> tuple[str, ...]:
     has_latent = setup.op_table == "fused" and setup.weights == "auto" and setup.dtype != "bfloat16"
     refused = refused if has_latent else (*refused, *LATENT)
     only_float32 = () if setup in FLOAT32_SETUPS else ("gpt_oss", "qwen3_next", "qwen3_5_moe")
-    has_states = setup.op_table == "fused" and setup.pipeline_parallel == 1 and setup.weights != "int4"
+    has_states = setup.op_table == "fused" and setup.weights != "int4"
     refused = refused if has_states else (*refused, *STATE_MODELS)
     refused = (*refused, *UNTESTED, *only_float32)
     return tuple(model for model in MODELS if model not in refused)

@@ -88,6 +88,9 @@ def test_the_blocks_of_a_spanning_replica_fit_each_node(tmp_path: Path) -> None:
     assert largest is not None
     assert alone.largest_num_blocks is not None
     assert largest == large.largest_num_blocks < alone.largest_num_blocks
+    without_cache = replace(other, kv_bytes_per_token=0)  # a stage with linear attention only
+    assert replace(plan, others=(without_cache,)).largest_num_blocks == alone.largest_num_blocks
+    assert replace(plan, others=(replace(without_cache, available_bytes=0),)).largest_num_blocks == 0
 
 
 def test_agents_on_nodes_need_no_memory_of_the_server(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from llm_serving.config import Config, ParallelConfig, load_config
 from llm_serving.errors import ConfigError
 from llm_serving.model.families import Experts
+from llm_serving.model.gated_delta import GatedDelta
 from llm_serving.model.parallel import (
     Shard,
     Span,
@@ -175,6 +176,17 @@ def test_local_shape_counts_layers_from_zero(tmp_path: Path) -> None:
     assert first.experts.intermediate_size == 32
     assert (first.num_attention_heads, first.num_key_value_heads, first.intermediate_size) == (2, 1, 96)
     assert last.intermediate_size == 64
+
+
+def test_local_shape_has_the_states_and_the_caches_of_its_layers(tmp_path: Path) -> None:
+    delta = GatedDelta(4, 8, 32, 16, taps=3, full_layers=(1, 4))
+    shape = replace(shape_of(tmp_path, num_hidden_layers=6), delta=delta)
+    parallel = ParallelConfig(tensor_parallel=2, pipeline_parallel=3)
+    parts = [local_shape(shape, shards(shape, parallel)[rank]) for rank in (0, 2, 4)]
+    own = [(1,), (), (0,)]
+    assert [part.delta for part in parts] == [GatedDelta(2, 4, 32, 16, taps=3, full_layers=full) for full in own]
+    assert [part.num_cache_layers for part in parts] == [1, 0, 1]
+    assert sum(part.state_bytes(0) for part in parts) == shape.state_bytes(0) // 2
 
 
 def test_one_agent_holds_everything(tmp_path: Path) -> None:

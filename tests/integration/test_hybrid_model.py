@@ -113,3 +113,23 @@ def test_batches_chunks_and_preemptions_give_the_same_bits(folder: Path) -> None
     assert resumed == whole
     assert cached == [0, 48, 80, 32], "each prompt resumes at the last full block that was computed before it"
     assert pressed == alone
+
+
+@pytest.mark.sweep
+def test_stages_of_a_pipeline_give_the_same_bits(folder: Path) -> None:
+    """``tests/agent/test_groups.py`` compares two stages with transformers. Here they also resume from snapshots.
+
+    The first stage has only layers with linear attention.
+    """
+    off = {"speculative_config": {"method": "off"}}
+    with served(folder, **off) as llm:
+        plain, (whole, cached) = answers(llm), chat(llm)
+    with served(
+        folder, parallel_config={"pipeline_parallel": 2}, serving_config={"row_check_interval": 2},
+        pa_config={"num_blocks": 30}, scheduler_config={"policy": "chunked", "chunk_tokens": 24}, **off,
+    ) as llm:  # fmt: skip
+        (resumed, found), pressed = chat(llm), answers(llm)
+        assert counted(llm, "preemptions") > 0
+    assert (resumed, found) == (whole, cached)
+    assert found[1:] == [48, 80, 32]
+    assert pressed == plain

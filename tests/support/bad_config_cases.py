@@ -77,13 +77,6 @@ CASES = [
         folder=HYBRID,
     ),
     Case(
-        "linear attention in several stages",
-        with_section("parallel_config: {pipeline_parallel: 2}\n" + SERVING + "{agent_ports: [0]}"),
-        f"{FILE}: parallel_config.pipeline_parallel = 2: the layers with linear attention cannot be divided into "
-        "stages; use 1",
-        folder=HYBRID,
-    ),
-    Case(
         "linear attention with sums in parts",
         with_section("parallel_config: {sum_parts: 2}"),
         f"{FILE}: parallel_config.sum_parts = 2: the model has linear attention, whose sums have no parts; use 1",
