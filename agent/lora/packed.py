@@ -24,9 +24,11 @@ _ALIGNMENT = 64
 """The arrays of an adapter begin at multiples of this number of bytes, a cache line."""
 _DTYPES = ("float32", "float16", "bfloat16")
 _LoraWeight = structure(
-    "LoraWeight", "int32: dtype rank_groups; int64: depth; pointer: a scales first_rank num_ranks begin b"
+    "LoraWeight", "int32: dtype rank_groups; int64: depth; pointer: a scales vectors b"
 )
 """A ctypes class with the members of llmk::LoraWeight in ops/lora.h."""
+_VECTOR = np.dtype([("begin", np.int64), ("first_rank", np.int32), ("num_ranks", np.int32)])
+"""The members of llmk::LoraVector in ops/lora.h."""
 
 
 class PackedAdapter:
@@ -49,13 +51,14 @@ class PackedAdapter:
             _block(columns_of, modules, ranks, storage)
             for columns_of in _vectors(columns, is_gated=spec.kind == "gated_linear")
         ]
-        sizes = [block.size for _, block in blocks]
+        vectors = np.zeros(len(blocks), _VECTOR)
+        vectors["begin"] = np.cumsum([0, *(block.size for _, block in blocks[:-1])])
+        vectors["first_rank"] = [first for first, _ in blocks]
+        vectors["num_ranks"] = [block.shape[0] for _, block in blocks]
         self._arrays: dict[str, npt.NDArray[Any]] = {
             "a": np.ascontiguousarray(a.reshape(groups, _LANES, depth).transpose(0, 2, 1)),
             "scales": scales,
-            "first_rank": np.array([first for first, _ in blocks], np.int32),
-            "num_ranks": np.array([block.shape[0] for _, block in blocks], np.int32),
-            "begin": np.cumsum([0, *sizes[:-1]], dtype=np.int64),
+            "vectors": vectors,
             "b": np.concatenate([block.ravel() for _, block in blocks]),
         }
         addresses = {name: array.ctypes.data for name, array in self._arrays.items()}

@@ -66,10 +66,18 @@ def made() -> Iterator[list[Array]]:
             load_library().llmk_set_adapter(blob.ctypes.data, slot, None)
 
 
-def make(made: list[Array], fmt: str, dtype: str, sizes: Sequence[int] = COLUMNS, *, gated: bool = False) -> Case:
+def make(
+    made: list[Array],
+    fmt: str,
+    dtype: str,
+    sizes: Sequence[int] = COLUMNS,
+    *,
+    depth: int = DEPTH,
+    gated: bool = False,
+) -> Case:
     random = np.random.default_rng(5)
-    spec = WeightSpec("weight", parts(sizes, DEPTH), "gated_linear" if gated else "linear")
-    weight = (random.standard_normal((sum(sizes), DEPTH)) / 8).astype(np.float32)
+    spec = WeightSpec("weight", parts(sizes, depth), "gated_linear" if gated else "linear")
+    weight = (random.standard_normal((sum(sizes), depth)) / 8).astype(np.float32)
     blob = weight_blob(packed_weight_bytes(fmt, *weight.shape))
     source = dtype_of(fmt)
     pack_weight(fmt, rounded_to(weight, source), blob, gated=gated, source_dtype=source)
@@ -81,7 +89,7 @@ def make(made: list[Array], fmt: str, dtype: str, sizes: Sequence[int] = COLUMNS
             ModuleAdapter(
                 slice(int(start), int(start) + size),
                 scale=0.5 + slot,
-                a=rounded_to((random.standard_normal((rank, DEPTH)) / 8).astype(np.float32), dtype),
+                a=rounded_to((random.standard_normal((rank, depth)) / 8).astype(np.float32), dtype),
                 b=rounded_to((random.standard_normal((size, rank)) / 4).astype(np.float32), dtype),
             )
             for start, size, rank in zip(starts, sizes, ranks, strict=False)
@@ -110,8 +118,8 @@ def linear(case: Case, x: Array, slots: Sequence[int] | None) -> Array:
     return out
 
 
-def inputs(dtype: str, rows: int = ROWS) -> Array:
-    return rounded_to(np.random.default_rng(1).standard_normal((rows, DEPTH)).astype(np.float32), dtype)
+def inputs(dtype: str, rows: int = ROWS, depth: int = DEPTH) -> Array:
+    return rounded_to(np.random.default_rng(1).standard_normal((rows, depth)).astype(np.float32), dtype)
 
 
 def dtype_of(fmt: str) -> str:
@@ -128,6 +136,19 @@ def test_each_row_gets_its_adapter(made: list[Array], fmt: str) -> None:
     np.testing.assert_allclose(adapted - base.astype(np.float64), delta, atol=1e-5)
     without = [row for row, slot in enumerate(SLOTS) if slot in (-1, 3)]
     np.testing.assert_array_equal(adapted[without], base[without])
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_rows_without_adapters_keep_their_bits_in_a_deep_layer(made: list[Array], fmt: str) -> None:
+    """With adapters, the kernel divides the depth of a panel, and prefetches parts of adapters in between."""
+    depth = 700
+    case = make(made, fmt, dtype_of(fmt), depth=depth)
+    x = inputs(case.dtype, depth=depth)
+    base, adapted = linear(case, x, None), linear(case, x, SLOTS)
+    without = [row for row, slot in enumerate(SLOTS) if slot in (-1, 3)]
+    np.testing.assert_array_equal(adapted[without], base[without])
+    delta = case.delta(as_float(x, case.dtype), SLOTS)
+    np.testing.assert_allclose(adapted - base.astype(np.float64), delta, atol=1e-4)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -30,7 +30,13 @@ struct Piece {
   bool first;  // true: the first piece of the depth, so that no earlier sums exist
   const uint8_t* next;      // weights of the next piece, which is about as large as this piece
   int64_t next_half_bytes;  // `half_bytes` of the next piece
+  AdapterFetch* adapters;   // prefetches the parts of adapters for this panel; null: no row has an adapter
 };
+
+// With adapters, a tile prefetches kAdapterLines cache lines of them for each kAdapterSteps steps, or for each
+// quantisation group. The lines for 8 adapters of rank 16 are then prefetched while the first half of a panel with 2048
+// depths is multiplied.
+constexpr int64_t kAdapterSteps = 64, kAdapterLines = 16;
 
 // Multiplies by weights without quantisation groups: float formats, and int8 with one scale per column. Adds up the
 // products over the whole depth. The task functions below take this class or GroupedForm as a template argument.
@@ -65,8 +71,17 @@ struct PlainForm {
           start(job, row + i / C, &total[i / C][i % C]);
         }
       }
-      sum_steps<Step, R, C, kLines, kTile>(piece.weights, piece.half_bytes, v, x, job.x_stride,
-                                           piece.end - piece.begin, next, total);
+      const int64_t steps = piece.end - piece.begin;
+      if (piece.adapters == nullptr) {
+        sum_steps<Step, R, C, kLines, kTile>(piece.weights, piece.half_bytes, v, x, job.x_stride, steps, next, total);
+      } else {
+        for (int64_t s = 0; s < steps; s += kAdapterSteps) {
+          piece.adapters->fetch(kAdapterLines);
+          sum_steps<Step, R, C, kLines, kTile>(piece.weights + s * 2 * Step::kVectorBytes, piece.half_bytes, v,
+                                               x + s * Step::kDepth, job.x_stride, smaller(kAdapterSteps, steps - s),
+                                               next + s * kLines * 64, total);
+        }
+      }
       LLMK_UNROLL
       for (int i = 0; i < R * C; ++i) {
         store_sum(sums + i / C * kPanelColumns + (v + i % C) * kLanes, total[i / C][i % C]);
@@ -105,6 +120,7 @@ struct GroupedForm {
       Vec total[R][C];
       start<R, C>(piece, v, sums, total);
       for (Group group(job, piece, row); group.number < piece.end; group.advance(job)) {
+        if (piece.adapters != nullptr) piece.adapters->fetch(kAdapterLines);
         add_group<R, C, kLines>(job, group, v, next, total);
         next += group.steps * kLines * 64;
       }
@@ -193,6 +209,7 @@ struct GroupedForm {
     start<1, 2>(piece, 0, sums, total[0]);
     start<1, 2>(piece, 2, sums, total[1]);
     for (Group group(job, piece, row); group.number < piece.end; group.advance(job)) {
+      if (piece.adapters != nullptr) piece.adapters->fetch(kAdapterLines);
       add_group<1, 2, 0>(job, group, 0, nullptr, total[0]);
       add_group<1, 2, 0>(job, group, 2, nullptr, total[1]);
     }
@@ -254,6 +271,8 @@ static void panel_task(const LinearJob& job, int64_t panel, int64_t row, int64_t
   const auto start = [&](int64_t p) {
     return p == pieces ? units : units * p / pieces / Form::kWholeUnits * Form::kWholeUnits;
   };
+  const bool has_adapters = job.args.lora != nullptr;
+  AdapterFetch adapters = has_adapters ? AdapterFetch(*job.args.lora, panel, row, row_end) : AdapterFetch();
   // Prefetches the scales of the columns, which follow the last piece.
   for (int64_t at = units * unit_bytes; at < job.shape.panel_bytes; at += 64) __builtin_prefetch(weights + at);
   for (int64_t p = 0; p < pieces; ++p) {
@@ -266,7 +285,8 @@ static void panel_task(const LinearJob& job, int64_t panel, int64_t row, int64_t
                       (end - begin) * unit_bytes,
                       p == 0,
                       weights + (last ? job.shape.panel_bytes : end * Form::unit_stride(job.shape)),
-                      Form::half_bytes(job.shape, last ? start(1) : start(p + 2) - end)};
+                      Form::half_bytes(job.shape, last ? start(1) : start(p + 2) - end),
+                      has_adapters ? &adapters : nullptr};
     piece_rows<Form>(job, piece, row, rows, sums, [&](int64_t first, int64_t count, const float* tile_sums) {
       if (last) finish_tile(job, panel, first, count, tile_sums);
     });
@@ -292,9 +312,13 @@ static inline void for_panels(const LinearJob& job, const Task& task) {
   spread(job, job.shape.panels * row_blocks, [&](int64_t i) {
     const int64_t panel = i / row_blocks, block = i % row_blocks;
     const int64_t row = job.args.rows * block / row_blocks, row_end = job.args.rows * (block + 1) / row_blocks;
-    if (job.args.lora != nullptr) fetch_adapters(*job.args.lora, panel, row, row_end);
     task(panel, row, row_end);
   });
+}
+
+// Prefetches the parts of adapters for a panel, all at once, for tasks that do not prefetch them between their steps.
+static inline void fetch_adapters(const LinearJob& job, int64_t panel, int64_t row, int64_t row_end) {
+  if (job.args.lora != nullptr) AdapterFetch(*job.args.lora, panel, row, row_end).fetch_all();
 }
 
 template <class Form>

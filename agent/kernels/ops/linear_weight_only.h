@@ -232,7 +232,8 @@ struct WeightOnlyForm {
                       0,
                       block.starts_group(),
                       nullptr,
-                      0};
+                      0,
+                      nullptr};
     piece_rows<PlainForm<Step, kUnpackedTile>>(job, piece, row, rows, sums, nothing);
   }
 };
@@ -248,7 +249,10 @@ namespace llmk::LLMK_ARCH {
 
 template <class Form>
 static void run_form(const LinearJob& job) {
-  for_panels(job, [&](int64_t panel, int64_t row, int64_t row_end) { Form::task(job, panel, row, row_end); });
+  for_panels(job, [&](int64_t panel, int64_t row, int64_t row_end) {
+    fetch_adapters(job, panel, row, row_end);
+    Form::task(job, panel, row, row_end);
+  });
 }
 
 template <class Weights, class X>

@@ -20,6 +20,14 @@ constexpr int kNumAdapted = 4, kRowAdapters = 5;
 
 constexpr int64_t kRankLanes = 16;
 
+// The part of an adapter for one vector of 16 columns. One cache line describes the four vectors of a panel.
+struct LoraVector {
+  int64_t begin;  // index in `b` of the vector's first element
+  int32_t first_rank;
+  int32_t num_ranks;  // 0: the adapter does not change these columns
+};
+static_assert(sizeof(LoraVector) == 16, "four vectors fit into a cache line");
+
 // The adapter of one packed weight. A weight may join several layers, such as q, k and v. Then `a` has the rows of all
 // their matrices A, one layer after another. The columns of a vector of 16 columns (linear.h) belong to one layer, and
 // use only the ranks of this layer.
@@ -29,9 +37,7 @@ struct LoraWeight {
   int64_t depth;
   const void* a;        // [rank_groups][depth][16 ranks]
   const float* scales;  // [rank_groups][16 ranks]
-  const int32_t* first_rank;  // [vectors]
-  const int32_t* num_ranks;   // [vectors]; 0: the adapter does not change these columns
-  const int64_t* begin;       // [vectors] index in `b` of the vector's first element
+  const LoraVector* vectors;  // [vectors]
   const void* b;              // for each vector: [num_ranks][16 columns]
 };
 

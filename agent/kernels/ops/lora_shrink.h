@@ -65,22 +65,55 @@ static void lora_shrink(const ShrinkTile& tile, int64_t group) {
   shrink_as<float>(tile, group);
 }
 
-// Prefetches the part of B for one panel, for the adapters of rows [row, row_end). Otherwise the epilogue would wait
-// for memory. Consecutive rows often have the same adapter, whose part of B is prefetched only once.
-static inline void fetch_adapters(const LoraRows& lora, int64_t panel, int64_t row, int64_t row_end) {
-  constexpr int64_t kVectors = 4;  // vectors of a panel
-  const LoraWeight* before = nullptr;
-  for (; row < row_end; ++row) {
-    const LoraWeight* weight = lora.weights[row];
-    if (weight == nullptr || weight == before) continue;
-    before = weight;
-    const int64_t first = panel * kVectors, last = first + kVectors - 1;
-    const int64_t size = size_of(static_cast<DType>(weight->dtype));
-    const char* b = static_cast<const char*>(weight->b);
-    const int64_t end = (weight->begin[last] + weight->num_ranks[last] * kLanes) * size;
-    for (int64_t at = weight->begin[first] * size; at < end; at += 64) __builtin_prefetch(b + at, 0, 2);
+// Prefetches the parts of B for a panel. Without prefetches, the epilogue would wait for memory. The caller prefetches
+// a few cache lines at a time. Many prefetches together would fill the miss buffers of the core, and the loads of
+// weights would wait.
+class AdapterFetch {
+ public:
+  AdapterFetch() = default;
+
+  // Prepares to prefetch the parts of B for `panel`, for the adapters of rows [row, row_end). Already prefetches the
+  // description of the next panel, which the next task of this thread reads first. Consecutive rows often have the same
+  // adapter, whose part is prefetched only once. Adapters beyond kMost are not prefetched.
+  AdapterFetch(const LoraRows& lora, int64_t panel, int64_t row, int64_t row_end) {
+    constexpr int64_t kVectors = 4;  // vectors of a panel
+    const LoraWeight* before = nullptr;
+    for (; row < row_end && count_ < kMost; ++row) {
+      const LoraWeight* weight = lora.weights[row];
+      if (weight == nullptr || weight == before) continue;
+      before = weight;
+      const LoraVector* vectors = weight->vectors + panel * kVectors;
+      __builtin_prefetch(vectors + kVectors, 0, 3);
+      const LoraVector& last = vectors[kVectors - 1];
+      const int64_t size = size_of(static_cast<DType>(weight->dtype));
+      const char* b = static_cast<const char*>(weight->b);
+      parts_[count_++] = {b + vectors->begin * size, b + (last.begin + last.num_ranks * kLanes) * size};
+    }
   }
-}
+
+  // Prefetches the next `lines` cache lines.
+  void fetch(int64_t lines) {
+    for (; count_ > 0 && lines > 0; --lines) {
+      Part& part = parts_[count_ - 1];
+      if (part.at < part.end) __builtin_prefetch(part.at, 0, 2);
+      part.at += 64;
+      if (part.at >= part.end) --count_;
+    }
+  }
+
+  // Prefetches all lines that are left.
+  void fetch_all() {
+    while (count_ > 0) fetch(kMost);
+  }
+
+ private:
+  static constexpr int kMost = 64;
+  struct Part {
+    const char *at, *end;
+  };
+  Part parts_[kMost];
+  int count_ = 0;  // number of parts with lines that are left
+};
 
 // Maximum number of rows with the same adapter whose products with B are computed together. Each part of B is then
 // loaded and converted only once for these rows.
@@ -90,9 +123,10 @@ constexpr int kExpandRows = 6;
 // apart. Writes 16 products for each row. The products of successive rows are 2 * kLanes floats apart.
 template <int R, class W>
 static void expand(const LoraWeight& weight, int64_t vector, const float* shrunk, int64_t stride, float* products) {
-  const int64_t count = weight.num_ranks[vector];
-  const W* b = static_cast<const W*>(weight.b) + weight.begin[vector];
-  const float* t = shrunk + weight.first_rank[vector];
+  const LoraVector& part = weight.vectors[vector];
+  const int64_t count = part.num_ranks;
+  const W* b = static_cast<const W*>(weight.b) + part.begin;
+  const float* t = shrunk + part.first_rank;
   Vec even[R], odd[R];
   LLMK_UNROLL
   for (int r = 0; r < R; ++r) even[r] = odd[r] = zero();
@@ -138,7 +172,7 @@ class AdapterAddition {
     if (weight == nullptr) return;
     LLMK_UNROLL
     for (int v = 0; v < 2; ++v) {
-      if (weight->num_ranks[vector_ + v] == 0) continue;
+      if (weight->vectors[vector_ + v].num_ranks == 0) continue;
       values[v] = add(values[v], load(products_[row - begin_] + v * kLanes));
     }
   }
@@ -162,7 +196,7 @@ class AdapterAddition {
   void compute_as(const LoraWeight& weight) {
     const float* shrunk = lora_->shrunk + begin_ * lora_->stride;
     for (int v = 0; v < 2; ++v) {
-      if (weight.num_ranks[vector_ + v] == 0) continue;
+      if (weight.vectors[vector_ + v].num_ranks == 0) continue;
       expand_rows<W>(weight, vector_ + v, end_ - begin_, shrunk, lora_->stride, products_[0] + v * kLanes);
     }
   }
