@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from llm_serving.constraints.beams import BeamConstraint
+from llm_serving.engine.beam_logits import BeamLogits
 from llm_serving.engine.open_request import OpenRequest, PieceStream
 from llm_serving.engine.receipts import request_timings
 from llm_serving.errors import AgentLostTwiceError, DeadlineExceededError, EngineFailedError
@@ -58,6 +59,8 @@ class BeamSearchParams:
     length_penalty: float = 1.0
     """A value above 0 favours longer outputs, a value below 0 shorter ones. 0 compares plain sums."""
     end_token_ids: frozenset[int] = frozenset()
+    num_top: int = 0
+    """Number of most likely tokens whose logits are kept for each token of a beam."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.width <= MAX_BEAM_WIDTH:
@@ -86,9 +89,9 @@ class BeamSearchParams:
 class Beam:
     """One output of a beam search: its tokens and their likelihood."""
 
-    token_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...]
     """The tokens of the output, with the end token if there is one."""
-    logits: tuple[TokenLogits, ...] = ()
+    logits: BeamLogits
     """The logits of each token of the output."""
     logprob: float = 0.0
     """Sum of the log-probabilities of the tokens."""
@@ -97,7 +100,10 @@ class Beam:
     def extended(self, entry: TokenLogits, finish_reason: FinishReason | None) -> Beam:
         """Returns this beam with one more token."""
         return Beam(
-            (*self.token_ids, entry.token_id), (*self.logits, entry), self.logprob + entry.logprob, finish_reason
+            (*self.token_ids, entry.token_id),
+            self.logits.extended(entry),
+            self.logprob + entry.logprob,
+            finish_reason,
         )
 
 
@@ -258,7 +264,7 @@ async def search_beams(expand: Expand, params: BeamSearchParams) -> list[Beam]:
 
     The list is shorter if the search found fewer candidates.
     """
-    live, finished = [Beam()], _Finished(params)
+    live, finished = [Beam((), BeamLogits.begin(params.num_top))], _Finished(params)
     while live:
         is_last = len(live[0].token_ids) + 1 >= params.max_tokens
         beams: list[Beam] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import math
 from collections.abc import Sequence
@@ -128,6 +129,37 @@ def test_a_beam_carries_what_its_tokens_were_worth() -> None:
             model.logprob(beam.token_ids[:i], token) for i, token in enumerate(beam.token_ids)
         ]
         assert (beam.token_ids[-1] == END) == (beam.finish_reason is FinishReason.STOP)
+
+
+@pytest.mark.parametrize("num_top", [0, 2, MAX_TOP_LOGITS])
+def test_each_token_of_a_beam_keeps_the_wanted_number_of_alternatives(num_top: int) -> None:
+    model = Model(9, 4)
+    beams = search(model, BeamSearchParams(3, 5, end_token_ids=frozenset({END}), num_top=num_top))
+    for beam in beams:
+        expected = [model.entry(beam.token_ids[:place]).top[:num_top] for place in range(len(beam.token_ids))]
+        assert [entry.top for entry in beam.logits] == expected
+        assert [entry.top for entry in beam.logits[1:]] == expected[1:]
+        assert beam.logits[-1].top == expected[-1]
+        assert len(beam.logits) == len(beam.token_ids)
+
+
+def test_the_logits_of_beams_are_few_objects() -> None:
+    """Many objects would be freed in one call, and the event loop would be blocked meanwhile."""
+    entries = Model(9, 4).entry(())
+
+    async def expand(outputs: Sequence[tuple[int, ...]]) -> list[TokenLogits]:
+        return [entries for _ in outputs]
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(gc.get_objects())
+        beams = asyncio.run(search_beams(expand, BeamSearchParams(4, 200, num_top=9)))
+        gc.collect()
+        assert len(gc.get_objects()) - before < 200
+    finally:
+        gc.enable()
+    assert sum(len(entry.top) for beam in beams for entry in beam.logits) == 4 * 200 * 9
 
 
 def test_the_search_ends_as_soon_as_its_result_is_certain() -> None:

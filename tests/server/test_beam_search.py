@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import pytest
 from llm_serving.engine.beam_search import Beam, BeamSearchParams
 from llm_serving.errors import EngineFailedError, QueueFullError
 from llm_serving.request import FinishReason, TokenLogits
-from support.fake_engine import FAKE_TIMINGS, MODEL_NAME
+from llm_serving.server.generation import beams as beams_module
+from llm_serving.server.limits import INLINE_ITEMS
+from support.fake_engine import FAKE_TIMINGS, MODEL_NAME, beam_logits
 from support.http_server import http_request, wait_until
 from support.lazy_module import LazyModule
 
@@ -21,8 +24,8 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 def beam(tokenizer: Any, text: str, *, ended: bool) -> Beam:
     ids = [*tokenizer.encode(text, add_special_tokens=False), *([2] if ended else [])]
-    logits = tuple(TokenLogits(token, -0.5, 2.5, ((token, 2.0), (token + 1, 1.0), (token + 2, 0.0))) for token in ids)
-    return Beam(tuple(ids), logits, -0.5 * len(ids), FinishReason.STOP if ended else FinishReason.LENGTH)
+    logits = [TokenLogits(token, -0.5, 2.5, ((token, 2.0), (token + 1, 1.0), (token + 2, 0.0))) for token in ids]
+    return Beam(tuple(ids), beam_logits(logits), -0.5 * len(ids), FinishReason.STOP if ended else FinishReason.LENGTH)
 
 
 @pytest.fixture
@@ -36,7 +39,7 @@ def test_the_best_beams_are_the_choices(server: Any, engine: Any, tokenizer: Any
     body = {"prompt": "Once upon", "use_beam_search": True, "n": 2, "best_of": 3, "max_tokens": 8, "temperature": 0,
             "length_penalty": 0.5, "logprobs": 1, "return_token_ids": True}  # fmt: skip
     answer = server.post("/v1/completions", body).json()
-    assert engine.searches == [BeamSearchParams(3, 8, 0.5, frozenset({2}))]
+    assert engine.searches == [BeamSearchParams(3, 8, 0.5, frozenset({2}), num_top=1)]
     assert [(choice["index"], choice["text"], choice["finish_reason"]) for choice in answer["choices"]] == [
         (0, " hello to the bird", "stop"), (1, " the fox", "length"),
     ]  # fmt: skip
@@ -50,6 +53,27 @@ def test_the_best_beams_are_the_choices(server: Any, engine: Any, tokenizer: Any
     assert (request.request_id, request.prompt_token_ids) == (answer["id"], prompt)
     [arrival] = server.log.named("request_arrival")
     assert arrival["request_id"] == answer["id"]
+
+
+@pytest.mark.parametrize("num_tokens", [INLINE_ITEMS // 2, INLINE_ITEMS])
+def test_long_beams_become_text_in_another_thread(
+    server: Any, engine: Any, monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    threads = []
+    answer = beams_module._answer
+
+    def noted(*arguments: Any) -> Any:
+        threads.append(threading.get_ident())
+        return answer(*arguments)
+
+    monkeypatch.setattr(beams_module, "_answer", noted)
+    entries = [TokenLogits(300, -0.5, 2.5, ((300, 2.0),))] * num_tokens
+    engine.beams = [Beam((300,) * num_tokens, beam_logits(entries), -1.0, FinishReason.LENGTH)]
+    body = {"prompt": "a", "use_beam_search": True, "logprobs": 1}
+    choice = server.post("/v1/completions", body).json()["choices"][0]
+    assert len(choice["logprobs"]["tokens"]) == num_tokens
+    [thread] = threads
+    assert (thread == server._thread.ident) == (2 * num_tokens <= INLINE_ITEMS)
 
 
 def test_a_search_accepts_several_prompts(server: Any, engine: Any, beams: list[Beam]) -> None:
@@ -82,7 +106,7 @@ def test_the_official_client_can_search_in_a_chat(server: Any, engine: Any, beam
 def test_end_tokens(server: Any, engine: Any, tokenizer: Any, beams: list[Beam]) -> None:
     body = {"prompt": "a", "use_beam_search": True}
     stop = beams[0].token_ids[-2]
-    engine.beams = [Beam(beams[0].token_ids[:-1], beams[0].logits[:-1], -1.0, FinishReason.STOP)]
+    engine.beams = [Beam(beams[0].token_ids[:-1], beam_logits(beams[0].logits[:-1]), -1.0, FinishReason.STOP)]
     whole = server.post("/v1/completions", {**body, "stop_token_ids": [stop], "ignore_eos": True,
                                             "include_stop_str_in_output": True}).json()["choices"][0]  # fmt: skip
     cut = server.post("/v1/completions", {**body, "stop_token_ids": [stop]}).json()["choices"][0]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from llm_serving.engine.beam_logits import BeamLogits
 from llm_serving.engine.beam_search import Beam, BeamSearchParams, SearchResult
 from llm_serving.engine.detokenizer import IncrementalDetokenizer
 from llm_serving.engine.open_request import PieceSink
@@ -31,7 +32,7 @@ from llm_serving.request import (
     SchedulingParams,
     TokenLogits,
 )
-from llm_serving.sampling_params import SamplingParams
+from llm_serving.sampling_params import MAX_TOP_LOGITS, SamplingParams
 from llm_serving.scheduler.figures import Figures
 from llm_serving.telemetry.receipt import BlockReason
 from llm_serving.telemetry.status import EngineStatus
@@ -127,6 +128,14 @@ class FakeOpenRequest:
         self._task.cancel()
 
 
+def beam_logits(entries: Sequence[TokenLogits], num_top: int = MAX_TOP_LOGITS) -> BeamLogits:
+    """Returns the logits of a beam with these tokens. Each token keeps at most ``num_top`` alternatives."""
+    logits = BeamLogits.begin(num_top)
+    for entry in entries:
+        logits = logits.extended(entry)
+    return logits
+
+
 class FakeEngine:
     """Streams the tokens that the script determines, in pieces of ``tokens_per_piece`` tokens, one piece every
     ``delay_s``.
@@ -160,7 +169,8 @@ class FakeEngine:
         self.full: QueueFullError | None = None
         """The result of ``queue_full``."""
         self.num_cached_tokens = 0
-        self.beams = [Beam(tuple(reply), tuple(fake_logits(token, 2) for token in reply), -2.0, FinishReason.STOP)]
+        logits = beam_logits([fake_logits(token, 2) for token in reply])
+        self.beams = [Beam(tuple(reply), logits, -2.0, FinishReason.STOP)]
         """The result of every beam search."""
         self.searches: list[BeamSearchParams] = []
         self.drop: str | None = None
@@ -224,7 +234,8 @@ class FakeEngine:
         if self.refuse is not None:
             raise self.refuse
         record.finished = True
-        return SearchResult(self.beams[: params.width], self.num_cached_tokens)
+        beams = [replace(beam, logits=beam_logits(beam.logits, params.num_top)) for beam in self.beams[: params.width]]
+        return SearchResult(beams, self.num_cached_tokens)
 
     async def profile(self, folder: str | None, timeout: float) -> list[dict[str, object]]:
         return [{"rank": 0, "error": "", "folder": folder or ""}]

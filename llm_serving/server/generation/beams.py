@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from llm_serving.engine.beam_search import MAX_BEAM_WIDTH, Beam, BeamSearchParams
 from llm_serving.engine.detokenizer import IncrementalDetokenizer
@@ -13,7 +15,7 @@ from llm_serving.sampling_params import MAX_TOP_LOGITS, SAMPLER_PARAMETERS
 from llm_serving.server.fields.shared import SamplingFields
 from llm_serving.server.generation.sampling import GREEDY_BELOW, Choice
 from llm_serving.server.generation.sequences import Answer, Generation
-from llm_serving.server.generation.work import check_beams
+from llm_serving.server.generation.work import check_beams, off_loop
 from llm_serving.server.limits import MAX_SEQUENCES
 
 _SAMPLING: dict[str, tuple[object, ...]] = {
@@ -68,11 +70,15 @@ async def search_answers(
     answers = []
     for number, (choice, params) in enumerate(searches):
         name = generation.request_id if len(firsts) == 1 else f"{generation.request_id}-{number}"
-        beams = await generation.search(name, choice, params)
-        answers += [
-            _answer(generation, replace(choice, index=choice.index + rank), beam) for rank, beam in enumerate(beams[:n])
-        ]
+        beams = (await generation.search(name, choice, params))[:n]
+        found = [(replace(choice, index=choice.index + rank), beam) for rank, beam in enumerate(beams)]
+        num_items = sum(len(beam.token_ids) for beam in beams) * (1 + params.num_top)
+        answers += await off_loop(num_items, partial(_answers, generation, found))
     return answers
+
+
+def _answers(generation: Generation, found: Sequence[tuple[Choice, Beam]]) -> list[Answer]:
+    return [_answer(generation, choice, beam) for choice, beam in found]
 
 
 def name_of_width(fields: SamplingFields, best_of: int | None) -> str:
@@ -118,6 +124,7 @@ def _params(
         max_tokens=_max_tokens(generation, choice, has_limit=has_limit),
         length_penalty=1.0 if fields.length_penalty is None else fields.length_penalty,
         end_token_ids=frozenset(ends),
+        num_top=sampling.top_logits,
     )
 
 
@@ -151,7 +158,7 @@ def _answer(generation: Generation, choice: Choice, beam: Beam) -> Answer:
         choice,
         text,
         list(beam.token_ids),
-        LogitColumns(replace(entry, top=entry.top[: sampling.top_logits]) for entry in beam.logits),
+        LogitColumns(beam.logits),
         (beam.finish_reason or FinishReason.LENGTH).value,
         last if ended and (last not in engine.end_token_ids or sampling.ignore_eos) else None,
     )
