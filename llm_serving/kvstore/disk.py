@@ -243,8 +243,8 @@ class FileTier(ABC):
         return batch
 
     def _is_current(self, write: _Write) -> bool:
-        """Returns False if a block must not be written. There are three reasons: agents with another namespace have
-        computed it, ``distrust`` was called after the request of the write, or the tier accepts no blocks now.
+        """Returns False if a block must not be written. Then the tier accepts no blocks now, or earlier agents with
+        another namespace have computed the block, or ``distrust`` was called after the request.
         """
         is_open = write.records is not None and write.records is self._records and self.may_write
         return is_open and write.num_distrusts == self._num_distrusts

@@ -14,9 +14,9 @@ finds the rate. Then ``--rounds`` rounds follow, each with three loads of ``--du
             quota; its requests are refused when the queue is full
   alone     the latencies of the light keys without any other load, with the same requests as under overload
 
-The order changes with every round. The load ``alone`` always follows the overload, because the server keeps batch rows
-free for light keys for 30 seconds after an overload, and a peak in this time would be too low. The program also
-measures the memory of all processes of the server, before and during the overload.
+The order changes with every round. The load ``alone`` always follows the overload. The server keeps batch rows free for
+light keys for 30 seconds after an overload, and a peak in this time would be too low. The program also measures the
+memory of all processes of the server, before and during the overload.
 
 There are four goals. The exit code is 1 if one of them is missed:
 
