@@ -69,8 +69,11 @@ class StepMasks:
 
     @property
     def in_use(self) -> bool:
-        """True if steps with constrained requests are in flight."""
-        return bool(self._sampling)
+        """True if steps with constrained requests are in flight, or masks of drafts are kept.
+
+        If it is False, ``advance`` and ``completed`` have no effect.
+        """
+        return bool(self._sampling or self._prepared)
 
     def prepare(self, request: Request, masks: list[Mask]) -> None:
         """Stores the masks of a request's drafts: for each draft, the tokens that may follow it.

@@ -249,8 +249,9 @@ class EngineCore:
         The result also has all replicas if a replica was lost or drained.
         """
         replicas = self._replicas
-        is_any = has_only_added is False or any(isinstance(event, AgentLost | AgentLeaving) for _, event in events)
-        if len(replicas) == 1 or is_any:
+        if len(replicas) == 1 or has_only_added is False:
+            return replicas
+        if any(isinstance(event, AgentLost | AgentLeaving) for _, event in events):
             return replicas
         indices = {index for index, _ in events}
         if has_only_added:

@@ -20,7 +20,7 @@ from llm_serving.kvstore.store import BlockStore
 from llm_serving.request import RequestOutput
 from llm_serving.routing.router import Router
 from llm_serving.routing.sources import StepSource
-from llm_serving.scheduler.output import ScheduledStep, StepResult
+from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
 from llm_serving.self_checks.results import broken_requests, is_all_broken
 from llm_serving.speculation.forced import forced_offers
 from llm_serving.speculation.setup import MakeSpeculator
@@ -128,11 +128,8 @@ class Replica:
             self._log.error(str(error), step=result.seq, **self.log_fields)
             return []
         step, sent = self._sent.pop(result.seq)
-        for update, reason in self._masks.advance(updates):
-            self._texts.fail(update, reason, now)
-        if self._masks.in_use and (offers := forced_offers(updates, self._masks.prepare)):
-            self.scheduler.offer_drafts(offers)
-        self._masks.completed(result.seq)
+        if self._masks.in_use:
+            self._advance_masks(result.seq, updates, now)
         self._dropped.discard(result.seq)
         if result.error is not None:
             self._log.error("a step failed", step=result.seq, reason=result.error, **self.log_fields)
@@ -165,6 +162,16 @@ class Replica:
             self.last_result = now
             self._state_line.step(step, result, len(outputs), now)
         return outputs
+
+    def _advance_masks(self, seq: int, updates: list[RequestUpdate], now: float) -> None:
+        """Passes the tokens of step ``seq`` to the constraints of their requests, and publishes the masks that needed
+        them. Offers the tokens that the constraints force next.
+        """
+        for update, reason in self._masks.advance(updates):
+            self._texts.fail(update, reason, now)
+        if offers := forced_offers(updates, self._masks.prepare):
+            self.scheduler.offer_drafts(offers)
+        self._masks.completed(seq)
 
     def _note_not_finite(self, step: ScheduledStep, result: StepResult, request_ids: list[str], now: float) -> None:
         """Logs the requests of a step that got NaN or infinite logits, and reacts to the likely cause.
@@ -223,7 +230,7 @@ class Replica:
             if step is None:
                 if self.store is not None and self.store.exchange(scheduler, now):
                     continue
-                self.wakeup = self._next_wakeup(now)
+                self.wakeup = scheduler.next_wakeup(now) if self.store is None else self._next_wakeup(self.store, now)
                 break
             if self._speculator is not None:
                 step.num_wanted = self._speculator.wanted(step)
@@ -250,8 +257,8 @@ class Replica:
         """Whether a step in flight is held. Then no command and no new request may send another step before it ends."""
         return self._speculator is not None and any(step.is_held for step, _ in self._sent.values())
 
-    def _next_wakeup(self, now: float) -> float | None:
-        wakeup, due = self.scheduler.next_wakeup(now), None if self.store is None else self.store.next_due
+    def _next_wakeup(self, store: BlockStore, now: float) -> float | None:
+        wakeup, due = self.scheduler.next_wakeup(now), store.next_due
         return wakeup if due is None or (wakeup is not None and wakeup < due) else due
 
     def open_tiers(self) -> None:

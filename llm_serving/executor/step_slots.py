@@ -434,7 +434,7 @@ def _read_result(slot: StepSlot, done: StepDone) -> StepResult:
         device_draws=done.device_draws,
         wrong_draws=done.wrong_draws,
         second_launches=done.second_launches,
-        drafts=_read_drafts(slot) if slot.num_wanted else None,
+        drafts=_read_drafts(slot) if slot.layout.limits.max_draft_ids and slot.num_wanted else None,
     )
 
 

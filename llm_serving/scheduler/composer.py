@@ -148,8 +148,7 @@ class StepComposer(Stateful):
             sequences = self.grow(ready, now)
             if sequences or state.in_flight.num_steps or state.running.num_leaving:
                 return sequences
-            # All chosen sequences were preempted, and no step is in flight. The engine would not call this method again
-            # before an event. So the loop chooses other sequences immediately.
+            # All chosen sequences were preempted, and without a step in flight, no event follows. So choose others now.
 
     def _ready(self) -> tuple[list[Sequence], int]:
         """Returns the sequences that can decode, and the number of sequences that will be able to decode after their
@@ -157,10 +156,9 @@ class StepComposer(Stateful):
 
         Returns no sequences if a decoding sequence must wait, because the maximum number of its steps is in flight.
         """
-        ready, num_joining = [], 0
-        state, waits_for_prefill = self._state, self._waits_for_prefill
-        ahead, may_have_drafts = state.limits.decode_steps_ahead, state.may_have_drafts
-        for sequence in state.running:
+        ready, num_joining, ahead = [], 0, self._state.limits.decode_steps_ahead
+        may_wait = self._waits_for_prefill or self._state.may_have_drafts
+        for sequence in self._state.running:
             if not sequence.is_decoding:
                 num_joining += 1
                 continue
@@ -168,15 +166,18 @@ class StepComposer(Stateful):
             num_inflight_tokens = request.num_inflight_tokens
             if len(request.output_token_ids) + num_inflight_tokens >= sequence.max_output_tokens:
                 continue  # the steps in flight sample its last token, so it needs no decode step
-            is_behind = num_inflight_tokens > (0 if may_have_drafts and sequence.draft else ahead)
-            is_in_prefill = waits_for_prefill and sequence.num_inflight_steps > sequence.num_inflight_decodes
-            if not is_behind and not is_in_prefill:
+            if num_inflight_tokens <= ahead and not (may_wait and self._must_wait(sequence)):
                 ready.append(sequence)
             elif sequence.num_inflight_decodes or sequence.draft:
                 return [], 0
             else:
                 num_joining += 1
         return ready, num_joining
+
+    def _must_wait(self, sequence: Sequence) -> bool:
+        """Returns True if a sequence must wait for its prefill, or for the step before its draft."""
+        is_in_prefill = self._waits_for_prefill and sequence.num_inflight_steps > sequence.num_inflight_decodes
+        return is_in_prefill or bool(sequence.draft and sequence.request.num_inflight_tokens)
 
     def _waits_for_more(self, num_ready: int, num_joining: int, now: float) -> bool:
         """Returns True, and sets a wakeup, if the decode step is not full and should wait for more sequences."""
@@ -208,8 +209,7 @@ class StepComposer(Stateful):
         preempts running sequences (``RunningSet.victim``) until a block is free.
         """
         running = self._state.running
-        in_need = running.in_need_of_block(ready)
-        if not in_need:
+        if not (in_need := running.in_need_of_block(ready)):
             return ready
         without_block: list[Sequence] = []
         for sequence in in_need:
