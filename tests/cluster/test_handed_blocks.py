@@ -170,6 +170,17 @@ def test_a_transfer_between_spanning_replicas_fails_if_one_part_fails(spanning_p
     assert "were lost before" in str(spanning_pair.wait(spanning_pair.begin([(1, 1)])))
 
 
+def test_the_marks_of_all_nodes_stay_in_any_order_of_their_replies(spanning_pair):
+    first, second = spanning_pair.executors[1].group._parts
+    slot = first.slots[0]
+    for order in ((first, second), (second, first)):
+        slot.write_header(0, num_tokens=0, num_seqs=0, table_width=0, history_len=0, num_moves=3)
+        slot.move_faults[:3] = 0
+        for part, faults in zip(order, ([0, 1, 0], [0, 0, 1]), strict=True):
+            part._write_results(0, memoryview(np.array(faults, np.int32).tobytes()))
+        assert slot.move_faults[:3].tolist() == [0, 1, 1]
+
+
 @pytest.mark.parametrize("placed", ["pair", "spanning_pair"])
 def test_the_last_agent_may_report_a_damaged_block(placed, request):
     """The agent with the results replies first. The step must wait for the second agent, which reports the damaged
