@@ -32,6 +32,7 @@ HEAVY = (
     "tests/integration/test_default_model.py",
     "tests/wheel/test_wheel.py",
     "tests/agent/test_run_ahead.py",
+    "tests/integration/test_steps_ahead.py",
     "tests/test_setup.py",
     "tests/integration/test_embeddings.py",
     "tests/integration/test_speculation.py",
@@ -108,6 +109,20 @@ HEAVY = (
     "tests/integration/test_access.py",
     "tests/kernels/test_op_plugin.py",
     "tests/integration/test_flight_recording.py",
+    "tests/lora/test_adapted_groups.py",
+    "tests/lora/test_native_adapters.py",
+    "tests/lora/test_adapted_families.py",
+    "tests/lora/test_peft_golden.py",
+    "tests/integration/test_separate_prefill.py",
+    "tests/integration/test_separate_nodes.py",
+    "tests/integration/test_old_agent.py",
+    "tests/integration/test_power.py",
+    "tests/agent/test_integer_cache.py",
+    "tests/tools/test_doctor_bundle.py",
+    "tests/tools/test_try_attention.py",
+    "tests/tools/test_reference_docs.py",
+    "tests/access/test_tls.py",
+    "tests/cluster/test_links.py",
 )
 """The files that take most time, in this order. They start first, so that all processes end together."""
 
