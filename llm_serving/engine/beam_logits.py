@@ -14,8 +14,8 @@ from llm_serving.request import TokenLogits
 class _Tree:
     """The tokens of all beams of one search. Beams that begin with the same tokens share them.
 
-    If each token were a Python object with its alternatives, the end of a search would free all of them in one call,
-    and garbage collections would visit them, see ``LogitColumns``.
+    The tokens and their alternatives are in arrays. If they were Python objects, the end of a search would free all of
+    them in one call, and garbage collections would visit them (see ``LogitColumns``).
     """
 
     def __init__(self, num_top: int) -> None:
@@ -26,8 +26,8 @@ class _Tree:
 
 
 class BeamLogits(Sequence[TokenLogits]):
-    """The logits of the tokens of one beam. Each object is made when it is read, so read them once, in another thread
-    if they are many.
+    """The logits of the tokens of one beam. Each ``TokenLogits`` object is made when it is read. So read each of them
+    only once, and read many of them in another thread.
     """
 
     __slots__ = ("_last", "_length", "_tree")

@@ -33,9 +33,9 @@ struct Piece {
   AdapterFetch* adapters;   // prefetches the parts of adapters for this panel; null: no row has an adapter
 };
 
-// With adapters, a tile prefetches kAdapterLines cache lines of them for each kAdapterSteps steps, or for each
-// quantisation group. The lines for 8 adapters of rank 16 are then prefetched while the first half of a panel with 2048
-// depths is multiplied.
+// If rows have adapters, a tile prefetches kAdapterLines cache lines of adapters for every kAdapterSteps steps, or for
+// every quantisation group. The lines for 8 adapters of rank 16 are then prefetched while the first half of a
+// panel with 2048 depths is multiplied.
 constexpr int64_t kAdapterSteps = 64, kAdapterLines = 16;
 
 // Multiplies by weights without quantisation groups: float formats, and int8 with one scale per column. Adds up the
