@@ -1,16 +1,18 @@
 """Measures how much processor time self-checks, API keys and the audit log take from a server.
 
-The program runs pairs of servers. The two servers of a pair run one after the other and get the same load. One server
-has the self-checks at their defaults, API keys with quotas, and an audit log. The other server has none of these
-features. The order and the seed change with every pair.
+The program runs pairs of servers. The two servers of a pair run one after the other and get the same requests. The
+clients send them in a closed loop, so both servers compute batches of the same size. At a fixed rate, the size would
+depend on the speed of the machine, and a larger batch needs less processor time for a token. One server has the
+self-checks at their defaults, API keys with quotas, and an audit log. The other server has none of these features. The
+order and the seed change with every pair.
 
 The cost is the ratio of the two servers' CPU seconds per output token, including the agents. The mean of the pairs'
 ratios is compared with the limit. The program also prints the ratio of the times per output token. No limit applies to
 this ratio, because it changes by a quarter between runs of a small model.
 
 The exit code is 0 if the cost is below the limit, and 1 if it is above or requests failed. It is 3 if the cost is not
-decided: its distance to the limit is smaller than the standard error of the mean. More pairs or longer runs (-T) make
-the standard error smaller.
+decided: its distance to the limit is smaller than the standard error of the mean. More pairs or more requests make the
+standard error smaller.
 """
 
 from __future__ import annotations
@@ -25,14 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from llm_serving.access.keys import digest_of, new_secret
-from performance.load.client import run_load
-from performance.load.options import (
-    LoadOptions,
-    add_arrival_options,
-    add_objective_options,
-    add_workload_options,
-    options_of,
-)
+from performance.load.closed_loop import run_closed_loop
+from performance.load.endpoint import Endpoint
+from performance.load.options import LoadOptions
 from performance.load.server_cost import CPU_METRIC, ServerCost
 from performance.load.server_process import START_SERVER, configured_server
 from performance.load.statistics import LoadFigures, measure
@@ -43,11 +40,14 @@ from performance.program import (
     exits_with_errors,
     new_parser,
     parse_count,
+    parse_range,
     write_json,
 )
 from performance.terminal import format_number, format_table
 
 MAX_RATIO = 1.01
+WARM_UP = 8
+"""Number of requests before the measurement."""
 MET, MISSED, NOT_DECIDED = "met", "missed", "not decided"
 EXIT_CODES = {MET: 0, MISSED: EXIT_FAILURES, NOT_DECIDED: EXIT_UNSTEADY}
 OFF = ("serving_config.canary_interval_s=0", "serving_config.row_check_interval=0")
@@ -63,7 +63,10 @@ def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -
     decided.
     """
     parsed = _parser().parse_args(arguments)
-    base = replace(options_of(parsed), plot=False)
+    base = LoadOptions(
+        Endpoint("127.0.0.1", 0), seed=parsed.seed, token_ids=True, prompt_len=parsed.prompt_len,
+        output_len=parsed.output_len, ignore_eos=True, warmup=WARM_UP, timeout_s=parsed.timeout, plot=False,
+    )  # fmt: skip
     pairs = [_pair(parsed, base, number, program) for number in range(parsed.pairs)]
     cpu, time = (_ratios(pairs, name) for name in ("cpu_s_per_token", "tpot_ms"))
     results = {
@@ -132,7 +135,8 @@ def _measure(
         on = [f"serving_config.api_keys_file={keys}", f"serving_config.audit_log={folder}/audit.log"]
         settings = [*(on if name == "on" else OFF), *parsed.settings]
         with configured_server(name, parsed.config, settings, folder, parsed.start_timeout, program) as endpoint:
-            run = run_load(replace(options, endpoint=endpoint, api_key=secret if name == "on" else None))
+            options = replace(options, endpoint=endpoint, api_key=secret if name == "on" else None)
+            run = run_closed_loop(options, options.requests(parsed.requests, options.seed), parsed.clients)
     if run.interrupted:
         raise KeyboardInterrupt
     figures = measure(run)
@@ -171,11 +175,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = new_parser(__doc__, "llama_tiny_cpu.yaml", starts_servers=True)
     parser.add_argument("--pairs", type=parse_count, default=5, help="pairs of servers (default %(default)s)")
     parser.add_argument("--timeout", type=float, default=3600.0, help="maximum seconds per request")
-    add_arrival_options(parser)
-    add_workload_options(parser)
-    add_objective_options(parser.add_argument_group("objectives"))
-    parser.set_defaults(
-        port=0, host="127.0.0.1", base_url=None, model=None, api="openai", api_key=None, warmup=8, output_dir=Path(),
-        no_plot=True, token_ids=True, prompt_len=(32, 64), output_len=(64, 504), ignore_eos=True,
-    )  # fmt: skip
+    parser.add_argument("--requests", type=parse_count, default=300, help="for each server (default %(default)s)")
+    parser.add_argument("--clients", type=parse_count, default=16, help="number of clients (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts and lengths (default %(default)s)")
+    parser.add_argument("--prompt-len", type=parse_range, default=(32, 64), metavar="A:B", help="tokens")
+    parser.add_argument("--output-len", type=parse_range, default=(64, 504), metavar="A:B", help="tokens")
     return parser

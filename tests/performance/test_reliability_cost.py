@@ -41,7 +41,8 @@ def run(folder: Path, on_cpu_s: float | None, off_cpu_s: float | None) -> int:
     program = folder / "stand_in.py"
     record = str(folder / "record")
     program.write_text(STAND_IN.format(tests=str(TESTS), record=record, on_cpu_s=on_cpu_s, off_cpu_s=off_cpu_s))
-    arguments = ["--pairs", "2", "-X", "20", "-T", "0.2", "--config", "c.yaml", "--json", str(folder / "result.json")]
+    arguments = ["--pairs", "2", "--requests", "4", "--clients", "2", "--config", "c.yaml"]
+    arguments += ["--json", str(folder / "result.json")]
     return main(arguments, program)
 
 
