@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from agent.kernels.library import KernelError, load_library, structure
 from agent.kernels.packing import Blob, weight_blob
+from llm_serving.ipc.alignment import aligned
 from llm_serving.model.number_formats import weight_format
 
 Array = npt.NDArray[Any]
@@ -32,7 +33,6 @@ _STORAGE: dict[str, Any] = {
     "int8": np.int8,
     "int4": np.int8,
 }
-_ALIGNMENT = 64
 _PROT_NONE, _PROT_READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
 
 
@@ -100,7 +100,7 @@ class KeptWeights:
                 f"no {weight.type} weight can have {described[0].columns} outputs, {described[0].depth} inputs and "
                 f"groups of {weight.group}"
             )
-        stride = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        stride = aligned(num_bytes)
         blobs = weight_blob(stride * (len(weights) - 1) + num_bytes)
         for index, each in enumerate(weights):
             blob = blobs[index * stride : index * stride + num_bytes]

@@ -17,11 +17,10 @@ from agent.kernels.packing import Blob, weight_blob
 from agent.lora.store import ModuleAdapter, ParameterAdapter
 from agent.weights.layout import WeightSpec
 from agent.weights.storage import STORAGE_DTYPES, Array
+from llm_serving.ipc.alignment import aligned
 
 _LANES = 16
 _PANEL = 64
-_ALIGNMENT = 64
-"""The arrays of an adapter begin at multiples of this number of bytes, a cache line."""
 _DTYPES = ("float32", "float16", "bfloat16")
 _LoraWeight = structure(
     "LoraWeight", "int32: dtype rank_groups; int64: depth; pointer: a scales vectors b"
@@ -72,7 +71,7 @@ class PackedAdapter:
     @property
     def num_bytes(self) -> int:
         """Size of the memory that ``move`` fills, in bytes. It is a multiple of 64."""
-        return sum(map(_aligned_bytes, self._arrays.values()))
+        return sum(aligned(array.nbytes) for array in self._arrays.values())
 
     def move(self, memory: Blob) -> Blob:
         """Moves the matrices to the beginning of ``memory``. Returns the rest of the memory. No kernel may run."""
@@ -81,7 +80,7 @@ class PackedAdapter:
             target[...] = array
             self._arrays[name] = target
             setattr(self._struct, name, target.ctypes.data)
-            memory = memory[_aligned_bytes(array) :]
+            memory = memory[aligned(array.nbytes) :]
         return memory
 
 
@@ -109,10 +108,6 @@ class PackedSlots:
         self._packed[slot] = packed
         for parameter, each in packed.items():
             set_adapter(self._weights[parameter].ctypes.data, slot, each.address)
-
-
-def _aligned_bytes(array: npt.NDArray[Any]) -> int:
-    return -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _vectors(columns: int, *, is_gated: bool) -> Iterator[range]:

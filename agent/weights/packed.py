@@ -29,9 +29,9 @@ from agent.weights.quantized import QuantizedTensor, Scheme
 from agent.weights.source import WeightSource
 from agent.weights.storage import STORAGE_DTYPES, Array, allocate
 from llm_serving.errors import CheckpointError, ConfigError
+from llm_serving.ipc.alignment import CACHE_LINE_BYTES, aligned
 from llm_serving.model.number_formats import AUTO, formats_of_stored, weight_format
 
-_ALIGNMENT = 64
 _packing_lock = threading.Lock()
 """Lets only one thread pack at a time, because packing uses all kernel threads. Other threads can read tensors."""
 OUTPUT_LAYER = "lm_head.weight"
@@ -127,7 +127,7 @@ class LinearPacker:
             return self._pack_heads(spec, spec.head_rows)
         weights = _each_weight(spec)
         sizes = [self._blob_bytes(each) for each in weights]
-        stride = max(sizes) if len(sizes) == 1 else -(-max(sizes) // _ALIGNMENT) * _ALIGNMENT
+        stride = max(sizes) if len(sizes) == 1 else aligned(max(sizes))
         blob = weight_blob(stride * len(weights))
         for index, each in enumerate(weights):
             self._pack_into(each, blob[index * stride : (index + 1) * stride])
@@ -144,7 +144,7 @@ class LinearPacker:
             packed_weight_bytes(plan.format, len(values), len(span), plan.group, biased=bias is not None and index == 0)
             for index, span in enumerate(spec.input_spans)
         ]
-        begins = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=_ALIGNMENT))
+        begins = list(accumulate(map(aligned, sizes), initial=CACHE_LINE_BYTES))
         blob = weight_blob(begins[-1])
         for index, (span, begin, size) in enumerate(zip(spec.input_spans, begins, sizes, strict=False)):
             pack_weight(
@@ -165,7 +165,7 @@ class LinearPacker:
         values, dtype = self._floats(spec, plan)
         stacked = values.reshape(heads.heads, heads.stride, -1)[:, heads.rows.slice]
         columns, depth = stacked.shape[:0:-1] if heads.transposed else stacked.shape[1:]
-        stride = -(-packed_weight_bytes(plan.format, columns, depth) // _ALIGNMENT) * _ALIGNMENT
+        stride = aligned(packed_weight_bytes(plan.format, columns, depth))
         blob = weight_blob(stride * heads.heads)
         for index, head in enumerate(stacked):
             pack_weight(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +22,7 @@ from llm_serving.config.cluster_checks import is_loopback_host
 from llm_serving.errors import AgentError, AgentLostError, AgentStartError, ConfigError, ProtocolError
 from llm_serving.executor.agent_group import AgentGroup
 from llm_serving.executor.agent_link import GroupMemory
-from llm_serving.executor.agent_process import AgentProgram
+from llm_serving.executor.agent_process import AgentProgram, bind_agent_ports
 from llm_serving.executor.hccl_cluster import GroupPart, reserve_port
 from llm_serving.ipc import messages
 from llm_serving.ipc.channel import MAX_FRAME_BYTES
@@ -256,8 +255,7 @@ class Session:
         config, settings, self._memory = self._config, self._settings, memory
         self.handed_blocks, self.host_blocks, self._tiles = memory.handed_blocks, memory.host_blocks, memory.tiles
         try:
-            with contextlib.ExitStack() as owned:
-                listeners = [owned.enter_context(_loopback()) for _ in range(config.parallel_config.agents_per_machine)]
+            with bind_agent_ports("127.0.0.1", [0] * config.parallel_config.agents_per_machine) as listeners:
                 names = self._watch_pools()
                 tiles_name = "" if self._tiles is None else self._tiles.memory.name
                 local = (config, 0, listeners, settings.log_folder, self._report, AgentProgram(settings.agent_module))
@@ -272,7 +270,7 @@ class Session:
                     part=self._part,
                 )
                 self._open_bridge(memory.group)
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             raise AgentStartError(f"the agents could not be started: {error}") from error
         for source, receive in self._group.sources():
             self._selector.register(source, selectors.EVENT_READ, partial(self._take, receive))
@@ -496,10 +494,3 @@ def greet(channel: SecureChannel, host: str, *, is_busy: bool) -> bool:
     memory = machine.available_bytes, machine.available_from, machine.num_cores
     channel.send(link.control(link.Welcome(own_program(), host, os.getpid(), *memory)))
     return True
-
-
-def _loopback() -> socket.socket:
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(16)
-    return listener

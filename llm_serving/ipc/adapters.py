@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from llm_serving.errors import ProtocolError
+from llm_serving.ipc.alignment import aligned
 from llm_serving.ipc.segment import NamedSegment, map_segment, new_segment
 
 Array = npt.NDArray[Any]
 
-_ALIGNMENT = 64
 _LENGTH_BYTES = 8
 _Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
 _Offset = Annotated[int, msgspec.Meta(ge=0)]
@@ -63,10 +63,10 @@ class AdapterMemory(NamedSegment):
         # The index, a list of ``AdapterModule``, comes before the matrices and contains their offsets. These offsets
         # depend on the size of the index. So the space before the matrices is that of an index with very large offsets.
         room = len(msgspec.msgpack.encode(_index(modules, 1 << 40, sizes)))
-        start = _aligned(_LENGTH_BYTES + room)
+        start = aligned(_LENGTH_BYTES + room)
         index = _index(modules, start, sizes)
         encoded = msgspec.msgpack.encode(index)
-        end = start + sum(_aligned(a) + _aligned(b) for a, b in sizes)
+        end = start + sum(aligned(a) + aligned(b) for a, b in sizes)
         with new_segment(end) as (name, mapping):
             memory = cls(name, mapping, modules[0][2].dtype)
             mapping[:_LENGTH_BYTES] = len(encoded).to_bytes(_LENGTH_BYTES, "little")
@@ -149,11 +149,8 @@ def _index(
 ) -> list[AdapterModule]:
     index = []
     for (name, scale, a, b), (a_bytes, b_bytes) in zip(modules, sizes, strict=True):
-        b_begin = start + _aligned(a_bytes)
+        b_begin = start + aligned(a_bytes)
         index.append(AdapterModule(name, scale, a.shape[0], a.shape[1], b.shape[0], start, b_begin))
-        start = b_begin + _aligned(b_bytes)
+        start = b_begin + aligned(b_bytes)
     return index
 
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llm_serving.errors import ProtocolError
+from llm_serving.ipc.alignment import aligned
 from llm_serving.ipc.segment import NamedSegment, map_segment, new_segment
 from llm_serving.ipc.shm import SlotLimits
 
@@ -132,7 +133,7 @@ class ExchangeLayout:
 
         Without tensor parallelism, their size is 0.
         """
-        return _to_pages(self.tokens + 4 * self.max_rows)
+        return aligned(self.tokens + 4 * self.max_rows, _PAGE_BYTES)
 
     @property
     def collective_member_bytes(self) -> int:
@@ -142,7 +143,7 @@ class ExchangeLayout:
     @property
     def ring_step_bytes(self) -> int:
         """Bytes of one step's activations [max_tokens, hidden_size]."""
-        return _to_pages(self.max_tokens * self.hidden_size * _ELEMENT_BYTES)
+        return aligned(self.max_tokens * self.hidden_size * _ELEMENT_BYTES, _PAGE_BYTES)
 
     def ring(self, border: int) -> int:
         """Returns the offset of the activation ring between the pipeline stages ``border`` and ``border + 1``.
@@ -204,6 +205,3 @@ class ExchangeMemory(NamedSegment):
         self.unlink()
         self.header = np.zeros(LINE_BYTES // 4, np.uint32)
 
-
-def _to_pages(num_bytes: int) -> int:
-    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES

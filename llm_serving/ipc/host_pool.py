@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llm_serving.config import Config
+from llm_serving.ipc.alignment import aligned
 from llm_serving.ipc.segment import LaidOutSegment
 from llm_serving.model.parallel import local_shape
 
@@ -94,7 +95,7 @@ class HostPoolLayout:
     @property
     def array_bytes(self) -> int:
         """Number of bytes from the beginning of an array to the beginning of the next array."""
-        return -(-self.num_blocks * self.part_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        return aligned(self.num_blocks * self.part_bytes, mmap.PAGESIZE)
 
     @property
     def num_bytes(self) -> int:

@@ -20,12 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from llm_serving.errors import ProtocolError
+from llm_serving.ipc.alignment import aligned
 from llm_serving.ipc.segment import NamedSegment, map_segment, new_segment
 from llm_serving.ipc.tiles import TILE_WIDTH
 from llm_serving.sampling_params import MAX_TOP_LOGITS, SAMPLER_PARAMETERS
 
 SLOT_MAGIC = 0x51075107
-_ALIGNMENT = 64
 
 NUM_SLOTS = 8
 """Number of slots of a segment, and so the maximum number of steps in flight."""
@@ -236,7 +236,7 @@ class SlotLayout:
         for field in fields:
             offsets[field.name] = end
             size = field.capacity * np.dtype(field.dtype).itemsize
-            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+            end += aligned(size)
         return cls(limits, fields, offsets, end)
 
 

@@ -31,6 +31,10 @@ from performance.program import exits_with_errors, write_json
 START_TIMEOUT_S = 600.0
 MAIN, NAME = "llama_tiny", "measured"
 MIB = 1024 * 1024
+SETTLE_INTERVAL_S, SETTLED_LOOKS, SETTLE_LIMIT_S = 1.0, 3, 120.0
+"""Looks at the memory are the interval apart. The memory counts as settled after this number of looks in a row with the
+same size within a MiB, or after the limit.
+"""
 _PARTS = {"Pss_Anon": "anonymous memory", "Pss_File": "files", "Pss_Shmem": "shared memory"}
 """Parts of the proportional set size in ``/proc/PID/smaps_rollup``, and their names in the output."""
 
@@ -60,10 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _measure(server: Endpoint, rounds: int) -> dict[str, Any]:
     """Returns the seconds of each kind of start, and the memory in bytes."""
     _answer(server, MAIN)
-    before = _memory()
+    before = _settled_memory()
     figures: dict[str, Any] = {"first_load_s": _command(server, "load"), "load_s": [], "wake_s": []}
     _answer(server, NAME)
-    serving = _memory()
+    serving = _settled_memory()
     for _ in range(rounds):
         _command(server, "unload")
         figures["load_s"].append(_command(server, "load"))
@@ -71,7 +75,7 @@ def _measure(server: Endpoint, rounds: int) -> dict[str, Any]:
         figures["wake_s"].append(_command(server, "wake"))
     _answer(server, NAME)
     _command(server, "sleep")
-    asleep = _memory()
+    asleep = _settled_memory()
     return {**figures, "memory_before": before, "memory_serving": serving, "memory_asleep": asleep}
 
 
@@ -100,6 +104,17 @@ def _answer(server: Endpoint, model: str) -> None:
     """Makes a model generate tokens, so that its memory is in use when it is measured."""
     body = {"model": model, "prompt": "Once upon a time", "max_tokens": 64, "temperature": 0}
     server.post("/v1/completions", body, START_TIMEOUT_S)
+
+
+def _settled_memory() -> dict[str, int]:
+    """Returns the memory when it no longer grows. An agent without a step allocates the rest of its KV cache."""
+    until, memory = time.monotonic() + SETTLE_LIMIT_S, _memory()
+    num_equal = 0
+    while num_equal < SETTLED_LOOKS and time.monotonic() < until:
+        time.sleep(SETTLE_INTERVAL_S)
+        before, memory = memory, _memory()
+        num_equal = num_equal + 1 if abs(sum(memory.values()) - sum(before.values())) < MIB else 0
+    return memory
 
 
 def _memory() -> dict[str, int]:

@@ -28,6 +28,7 @@ import numpy as np
 
 from agent.kernels.packing import weight_blob
 from agent.weights.storage import Array, file_huge_page_bytes, populate
+from llm_serving.ipc.alignment import aligned
 
 MAGIC = b"LLSWGT02"
 ALIGNMENT = 4096
@@ -55,7 +56,7 @@ class EntryWriter:
         self._descriptor = descriptor
         self._fingerprint = fingerprint
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weight-cache")
-        self._end = _aligned(_PREFIX.size)
+        self._end = aligned(_PREFIX.size, ALIGNMENT)
         self._piece: Array = np.zeros(WRITE_BYTES, np.uint8)
         self._written = 0
         self._described: list[dict[str, Any]] = []
@@ -63,7 +64,7 @@ class EntryWriter:
 
     def add(self, name: str, array: Array) -> None:
         """Begins to write an array and returns. The array must not change before ``finish`` has returned."""
-        begin, self._end = self._end, _aligned(self._end + array.nbytes)
+        begin, self._end = self._end, aligned(self._end + array.nbytes, ALIGNMENT)
         self._described.append({"name": name, "dtype": array.dtype.str, "shape": array.shape, "begin": begin})
         self._checksums.append(self._pool.submit(self._write, _bytes_of(array), begin))
 
@@ -236,10 +237,6 @@ def _read_header(descriptor: int) -> tuple[dict[str, Any], int]:
 def _bytes_of(array: Array) -> Array:
     """Returns the memory of a contiguous array as bytes."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
-def _aligned(position: int) -> int:
-    return -(-position // ALIGNMENT) * ALIGNMENT
 
 
 def _read_all(descriptor: int, out: memoryview, position: int) -> None:
