@@ -213,8 +213,10 @@ static inline int64_t task_end(const RotaryAttentionArgs& args, const PagedTask&
 }
 
 // Returns the number of heads that the kernel computes together. The kernel computes kBlockRows query rows at a time.
-// If a head has fewer rows, a block has the rows of several heads.
-static inline int64_t heads_together(const PagedTask& task) { return larger(1, kBlockRows / task.rows); }
+// If a head has fewer rows, a block has the rows of several heads. Keys in rows are packed one head at a time.
+static inline int64_t heads_together(const RotaryAttentionArgs& args, const PagedTask& task) {
+  return lies_in_rows(args) ? 1 : larger(1, kBlockRows / task.rows);
+}
 
 // Returns the number of cache blocks that are prefetched together. A task with few rows per head mostly waits for
 // memory, so it prefetches several blocks at a time. With AMX, prefetching a single block, head after head, is faster.
@@ -231,7 +233,7 @@ static inline int blocks_together(const PagedTask& task) {
 // `writes` into this partition, also prefetches the cache lines that it writes.
 static inline void fetch_keys(const RotaryAttentionArgs& args, const PagedTask& task, int64_t begin, int64_t head,
                               bool writes, TileFetch* fetch) {
-  const int64_t heads = smaller(heads_together(task), task.heads - head);
+  const int64_t heads = smaller(heads_together(args, task), task.heads - head);
   const int64_t end = begin + chunk_groups(heads) * kGroupKeys;
   fetch->start(args, true, task.seq, begin, smaller(end, task_end(args, task)), task.head + head, heads,
                blocks_together(task));
@@ -364,7 +366,7 @@ static inline void attend_partition(const RotaryAttentionArgs& args, const Paged
                                     bool writes, const PagedTile& tile, const TaskMemory& memory, int64_t skip,
                                     const PagedJoin* join, int64_t* configured, TileFetch* fetch) {
   const TaskRows& all = memory.all;
-  const int64_t span = reads_cache<F, C>(args) ? heads_together(task) : 1;
+  const int64_t span = reads_cache<F, C>(args) ? heads_together(args, task) : 1;
   int64_t block_rows = kTileRows;
   bool tiles = false;
 #ifdef LLMK_AMX
