@@ -375,6 +375,19 @@ def decided_by_candidates(slot: StepSlot, num_candidates: int) -> npt.NDArray[np
     return decided
 
 
+def decided_by_all(slot: StepSlot) -> npt.NDArray[np.bool_]:
+    """Returns, for each sequence, whether its token is drawn among all tokens of the vocabulary: bool [seqs].
+
+    The result is True for sequences with a temperature and without ``top_k``, penalties and mask. ``top_p`` and
+    ``min_p`` may limit the tokens. In a step with drafts, the result is False for all sequences.
+    """
+    seqs = slot.num_seqs
+    is_random = (slot.do_sample[:seqs] != 0) & (slot.arrays["temperature"][:seqs] > 0)
+    has_all = (slot.arrays["top_k"][:seqs] <= 0) & (slot.num_drafts == 0)
+    decided: npt.NDArray[np.bool_] = is_random & has_all & ~_has_penalties(slot, seqs) & ~_has_mask(slot, seqs)
+    return decided
+
+
 def _has_mask(slot: StepSlot, seqs: int) -> npt.NDArray[np.bool_]:
     has_mask: npt.NDArray[np.bool_] = slot.mask_number[:seqs] != 0
     return has_mask

@@ -1,8 +1,8 @@
 """The Cell that chooses tokens of sequences with a temperature on a device. It consists of MindSpore's primitives.
 
-It has the steps of ``agent/kernels/ops/sampler.cc`` for a row with ``top_k``, in float32 instead of double. Rounding
-can therefore give another token. The host's sampler finds this, and the next step is then computed again with the right
-token (``agent.run_ahead.draws``).
+It has the steps of ``agent/kernels/ops/sampler.cc``, in float32 instead of double, and knows only the candidates. So
+rounding, or a token that is no candidate, can give another token. The host's sampler finds this, and the next step is
+then computed again with the right token (``agent.run_ahead.draws``).
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ def draws_cell(num_candidates: int) -> nn.Cell:
 
     - the largest logits, float32 [seqs, candidates], best first, and their token ids, int64 [seqs, candidates]
     - the token with the largest logit of each sequence, int32 [seqs]
+    - the sum of e^((logit - largest logit) / temperature) over all tokens, float32 [seqs]
     - the parameters of each draw, float32 [seqs, columns], one column for each ``DrawColumn``
 
     The result is int32 [seqs]: the drawn token where ``DrawColumn.IS_DRAWN`` is 1, and the token with the largest logit
-    where it is 0. The result is a token id for any logits, also for NaN.
+    where it is 0. If the drawn token is none of the candidates, the result is 0. The result is a token id for any
+    logits, also for NaN.
     """
     cell = _Draws(num_candidates)
     candidates = (None, num_candidates)
@@ -32,6 +34,7 @@ def draws_cell(num_candidates: int) -> nn.Cell:
         Tensor(shape=candidates, dtype=ms.float32),
         Tensor(shape=candidates, dtype=ms.int64),
         Tensor(shape=(None,), dtype=ms.int32),
+        Tensor(shape=(None,), dtype=ms.float32),
         Tensor(shape=(None, len(DrawColumn)), dtype=ms.float32),
     )
     return cell
@@ -49,14 +52,15 @@ class _Draws(nn.Cell):
         self.first, self.gather = Tensor(np.zeros(1, np.int32)), ops.Gather()
         self.shape, self.cast = ops.Reshape(), ops.Cast()
         self.as_column, self.as_row = (-1, num_candidates, 1), (-1, 1, num_candidates)
+        self.almost_all = Tensor(np.array([num_candidates - 0.5], np.float32))
         self.divide, self.subtract, self.exp = ops.RealDiv(), ops.Sub(), ops.Exp()
         self.add, self.multiply = ops.Add(), ops.Mul()
         self.greater, self.equal = ops.Greater(), ops.Equal()
         self.sum, self.total = ops.ReduceSum(), ops.ReduceSum(keep_dims=True)
         self.largest = ops.ArgMaxWithValue(axis=-1)
 
-    def construct(self, best: Tensor, ids: Tensor, best_ids: Tensor, draws: Tensor) -> Tensor:
-        temperature, top_k, top_p, min_p, number, is_drawn = self.split(draws, self.sizes, 1)
+    def construct(self, best: Tensor, ids: Tensor, best_ids: Tensor, masses: Tensor, draws: Tensor) -> Tensor:
+        temperature, top_k, top_p, min_p, number, is_drawn, is_whole, share = self.split(draws, self.sizes, 1)
         scaled = self.divide(best, temperature)
         weights = self.exp(self.subtract(scaled, self.gather(scaled, self.first, 1)))
         float_ids = self.cast(ids, ms.float32)  # exact, because ids are below 2^24
@@ -64,12 +68,13 @@ class _Draws(nn.Cell):
         ranks = self.sum(before, -1)
         in_top_k = self.flags(top_k, ranks)
         weights = self.multiply(weights, in_top_k)
+        mass = self.either(self.total(weights, -1), self.shape(masses, (-1, 1)), is_whole)
         mass_before = self.sum(self.multiply(before, self.shape(weights, self.as_row)), -1)
-        in_top_p = self.flags(self.multiply(top_p, self.total(weights, -1)), mass_before)
+        in_top_p = self.flags(self.multiply(top_p, mass), mass_before)
         kept = self.multiply(in_top_k, in_top_p)
         kept = self.without(kept, self.flags(min_p, weights))
         weights = self.multiply(weights, kept)
-        limit = self.multiply(number, self.total(weights, -1))
+        limit = self.multiply(number, self.kept_mass(weights, kept, self.multiply(share, mass), is_whole))
         # The drawn candidate is the first kept one whose running mass exceeds the limit. Its rank is the number of kept
         # candidates whose running mass does not.
         passed = self.without(kept, self.flags(self.add(mass_before, weights), limit))
@@ -86,10 +91,24 @@ class _Draws(nn.Cell):
         is_equal = self.cast(self.equal(row, column), ms.float32)
         return self.add(self.flags(row, column), self.multiply(is_equal, smaller_id))
 
+    def kept_mass(self, weights: Tensor, kept: Tensor, wanted: Tensor, is_whole: Tensor) -> Tensor:
+        """Returns the mass of all kept tokens, float32 [seqs, 1].
+
+        It is the sum of the kept candidates' ``weights``. If a sequence has no ``top_k`` and all of its candidates are
+        kept, further tokens are kept until their mass reaches ``wanted`` [seqs, 1]. Then the result is ``wanted``. The
+        last kept token makes the mass a little larger, and only the host knows this token.
+        """
+        own = self.total(weights, -1)
+        has_all = self.flags(self.total(kept, -1), self.almost_all)
+        return self.either(own, wanted, self.multiply(self.multiply(is_whole, has_all), self.flags(wanted, own)))
+
+    def either(self, a: Tensor, b: Tensor, flag: Tensor) -> Tensor:
+        """Returns ``b`` where ``flag`` is 1, and ``a`` where it is 0."""
+        return self.add(a, self.multiply(flag, self.subtract(b, a)))
+
     def where_drawn(self, drawn: Tensor, best_ids: Tensor, is_drawn: Tensor) -> Tensor:
         """Returns ``drawn`` where ``is_drawn`` is 1, and ``best_ids`` where it is 0."""
-        difference = self.subtract(drawn, best_ids)
-        return self.add(best_ids, self.multiply(difference, self.cast(self.shape(is_drawn, (-1,)), ms.int32)))
+        return self.either(best_ids, drawn, self.cast(self.shape(is_drawn, (-1,)), ms.int32))
 
     def flags(self, a: Tensor, b: Tensor) -> Tensor:
         """Returns 1.0 where ``a`` is greater than ``b``, else 0.0."""

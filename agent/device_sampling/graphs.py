@@ -63,7 +63,8 @@ class SamplingGraphs:
         if self.num_drawable:
             self._draws = CompiledGraph(draws_cell(self.num_drawable))
             shape, draws = (seqs, self.num_drawable), np.ones((seqs, len(DrawColumn)), np.float32)
-            arrays = (np.zeros(shape, np.float32), np.zeros(shape, np.int64), np.zeros(seqs, np.int32), draws)
+            rows = np.zeros(seqs, np.int32), np.zeros(seqs, np.float32)
+            arrays = (np.zeros(shape, np.float32), np.zeros(shape, np.int64), *rows, draws)
             with self._hooks.graph_run(compiles=True):
                 self._draws.compile(tuple(as_tensor(array) for array in arrays))
 
@@ -99,9 +100,9 @@ class SamplingGraphs:
 
         def run() -> tuple[Tensor, ...]:
             assert self._draws is not None, "compile() must come first, and num_drawable must be above 0"
-            best, ids = map(as_device, candidates.results()[:2])
+            best, ids, _, masses = map(as_device, candidates.results()[:4])
             with self._hooks.graph_run():
-                return (self._draws.run((best, ids, as_device(step.results()[1]), as_tensor(draws))),)
+                return (self._draws.run((best, ids, as_device(step.results()[1]), masses, as_tensor(draws))),)
 
         return self._hooks.launch(run, _DRAWS_FETCHED)
 
@@ -158,7 +159,7 @@ class _Scores(DeviceScores):
     def draw(self, draws: Float32Array) -> None:
         assert self._found is not None, "find_candidates() must come first"
         padded = np.ones((self.num_ids, len(DrawColumn)), np.float32)
-        padded[:, DrawColumn.IS_DRAWN] = 0
+        padded[:, [DrawColumn.IS_DRAWN, DrawColumn.IS_WHOLE]] = 0
         padded[: self._num_rows] = draws
         self._drawn = self._graphs.run_draws(self._step, self._found, padded)
 

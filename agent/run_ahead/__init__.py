@@ -5,6 +5,7 @@ inputs:
 
 * ``cells`` has the Cell with which the graph inserts tokens.
 * ``draws`` lets the device choose tokens of sequences with a temperature.
+* ``odds`` decides when the device draws tokens of sequences without ``top_k``.
 * ``inserted`` describes which tokens of a step the graph inserts.
 * ``steps`` launches steps, and samples each step when the device has computed it. Only devices with
   ``DeviceTraits.runs_ahead`` use it.

@@ -14,13 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from agent.kernels import uniform_numbers
-from agent.sampler import decided_by_candidates
+from agent.run_ahead.odds import DrawOdds
+from agent.sampler import decided_by_all, decided_by_candidates
 from agent.scores import DeviceScores, Float32Array
 from llm_serving.ipc.shm import StepSlot
 
 _BELOW_ONE = np.nextafter(np.float32(1), np.float32(0))
 _SMALL = np.float32(1e-30)
 """Takes the place of a ``top_p`` of 0, because the largest logit is kept in any case."""
+_NO_TOP_K = 1e6
+"""Takes the place of ``top_k`` in sequences without it. It is above the number of candidates."""
 
 
 class DrawColumn(enum.IntEnum):
@@ -38,13 +41,23 @@ class DrawColumn(enum.IntEnum):
     """The sampler's random number for this token: at least 0 and below 1."""
     IS_DRAWN = 5
     """1 if the device chooses the token at random, 0 if the token is the one with the largest logit."""
+    IS_WHOLE = 6
+    """1 if the sequence has no ``top_k``, so that the token may be none of the candidates. Otherwise 0."""
+    SHARE = 7
+    """The part of the whole row's mass that ``top_p`` keeps at least: ``top_p``, at most 1."""
 
 
-def start_draws(scores: DeviceScores, slot: StepSlot) -> npt.NDArray[np.bool_]:
+def start_draws(scores: DeviceScores, slot: StepSlot, odds: DrawOdds) -> npt.NDArray[np.bool_]:
     """Starts the choice of tokens on the device, after ``find_candidates``. Returns, for each sequence, whether the
     device draws its token: bool [seqs].
+
+    ``odds`` decides whether the device draws tokens of sequences without ``top_k``.
     """
     drawn = decided_by_candidates(slot, scores.num_drawable)
+    if scores.num_drawable:
+        whole = decided_by_all(slot)
+        if whole.any() and odds.allow(int(whole.sum())):
+            drawn |= whole
     if drawn.any():
         scores.draw(draw_parameters(slot, drawn))
     return drawn
@@ -60,9 +73,11 @@ def draw_parameters(slot: StepSlot, drawn: npt.NDArray[np.bool_]) -> Float32Arra
     numbers = uniform_numbers(given["seed"], slot.arrays["sample_position"][:seqs])
     draws = np.empty((seqs, len(DrawColumn)), np.float32)
     draws[:, DrawColumn.TEMPERATURE] = np.where(drawn, given["temperature"], 1)
-    draws[:, DrawColumn.TOP_K] = given["top_k"]
+    draws[:, DrawColumn.TOP_K] = np.where(given["top_k"] > 0, given["top_k"], _NO_TOP_K)
     draws[:, DrawColumn.TOP_P] = np.where(given["top_p"] < 1, np.maximum(given["top_p"], _SMALL), 2)
     draws[:, DrawColumn.MIN_P] = given["min_p"]
     draws[:, DrawColumn.NUMBER] = np.minimum(numbers.astype(np.float32), _BELOW_ONE)
     draws[:, DrawColumn.IS_DRAWN] = drawn
+    draws[:, DrawColumn.IS_WHOLE] = drawn & (given["top_k"] <= 0)
+    draws[:, DrawColumn.SHARE] = np.minimum(given["top_p"], 1)
     return draws

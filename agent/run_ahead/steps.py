@@ -31,7 +31,8 @@ import numpy.typing as npt
 from agent.run_ahead.draws import start_draws
 from agent.run_ahead.inserted import InsertedIds
 from agent.run_ahead.last_tokens import LastTokens
-from agent.sampler import decided_by_best, find_candidates
+from agent.run_ahead.odds import DrawOdds
+from agent.sampler import decided_by_all, decided_by_best, find_candidates
 from agent.scores import DeviceScores, StepLogits
 from agent.step_cost import StepCost
 from agent.step_inputs import Int32Array, StepInputs, StepReader, rows_of_last_tokens
@@ -106,9 +107,9 @@ class _DrawCheck(NamedTuple):
     """Compares the tokens that the device has drawn in a step with those of the sampler."""
 
     num_draws: int = 0
-    """Number of drawn tokens with which the next step was launched."""
+    """Number of drawn tokens with which the next step was launched. Sequences without ``top_k`` do not count."""
     num_wrong: int = 0
-    """Number of tokens of the next step that the sampler has not chosen."""
+    """Number of these tokens that the sampler has not chosen."""
     corrected: StepInputs | None = None
     """The right inputs of the next step. None if its inputs are right."""
 
@@ -126,6 +127,7 @@ class StepsAhead:
 
         _NOT_SAMPLED if this step samples no token for the batch row. _HOST_CHOOSES if the host must choose the token.
         """
+        self._odds = DrawOdds()
         self._last_computed = 0
         self.on_computed: Callable[[], None] = lambda: None
         """Is called, in any thread, when the device has computed a step. The device thread must then call
@@ -165,7 +167,7 @@ class StepsAhead:
     ) -> _Launched:
         scores = self._device.step_graph().run(inputs, inputs.token_ids, inserted)
         assert isinstance(scores, DeviceScores), "a device that runs ahead keeps the logits"
-        needs_logits, is_drawn = find_candidates(scores, slot), start_draws(scores, slot)
+        needs_logits, is_drawn = find_candidates(scores, slot), start_draws(scores, slot, self._odds)
         return _Launched(slot, scores, done, inputs, inserted, needs_logits, is_drawn, start)
 
     def _watch(self, launched: _Launched) -> None:
@@ -273,16 +275,18 @@ class StepsAhead:
             return _DrawCheck()
         is_inserted = later.inserted.mask != 0
         places = later.inserted.places[is_inserted]
-        num_draws = int(step.is_drawn[places].sum())
-        if not num_draws:
+        is_drawn = step.is_drawn[places]
+        if not is_drawn.any():
             return _DrawCheck()
         sampled, chosen = step.slot.sampled_ids[places], step.scores.chosen()[places]
-        num_wrong = int(((sampled != chosen) & (sampled >= 0)).sum())
-        if not num_wrong:
-            return _DrawCheck(num_draws)
+        is_wrong, of_all = (sampled != chosen) & (sampled >= 0), decided_by_all(step.slot)[places]
+        self._odds.note(int((is_drawn & of_all).sum()), int((is_wrong & of_all).sum()))
+        counts = int((is_drawn & ~of_all).sum()), int((is_wrong & ~of_all).sum())
+        if not is_wrong.any():
+            return _DrawCheck(*counts)
         inputs = later.inputs.copy()
         inputs.token_ids[is_inserted] = np.maximum(sampled, 0)
-        return _DrawCheck(num_draws, num_wrong, inputs)
+        return _DrawCheck(*counts, inputs)
 
     def _launch_again(self, inputs: StepInputs) -> None:
         """Launches the only step that is not sampled again, with the right inputs. Its first launch becomes void."""
@@ -296,4 +300,5 @@ class StepsAhead:
             return
         again.void = void
         self._launched.append(again)
+        self._note_places(again)  # the device may draw other sequences than in the first launch (``DrawOdds``)
         self._watch(again)

@@ -345,7 +345,7 @@ EVENTS: Mapping[str, LogEvent] = {
             "prefix_hit_tokens": "prompt tokens found in the prefix cache",
             "prefix_query_tokens": "prompt tokens looked up in the prefix cache",
             "fetched_bytes": "bytes copied from devices to choose tokens; 0 with fused operators",
-            "device_draws": "tokens drawn by devices with which the next step was launched ahead",
+            "device_draws": "tokens that devices have drawn for the next step, of sequences with a top_k",
             "second_launches": "steps that were launched again, because a device had drawn a wrong token",
             "draft_tokens": "drafts (guesses of tokens) that steps verified",
             "accepted_draft_tokens": "drafts that were right",

@@ -104,10 +104,11 @@ class Metrics:
             "llm_serving_fetched_bytes", "Bytes copied from devices to choose tokens; 0 with fused operators."
         )
         self._device_draws = counter(
-            "llm_serving_device_draws", "Tokens drawn by devices with which the next step was launched ahead."
+            "llm_serving_device_draws",
+            "Tokens of sequences with a top_k that devices have drawn, and with which a step was launched ahead.",
         )
         self._wrong_draws = counter(
-            "llm_serving_wrong_device_draws", "Tokens drawn by devices that the sampler has not chosen."
+            "llm_serving_wrong_device_draws", "Tokens of llm_serving_device_draws that the sampler has not chosen."
         )
         self._second_launches = counter(
             "llm_serving_second_launches", "Steps that were launched again, because a device had drawn a wrong token."
@@ -250,6 +251,7 @@ class Metrics:
         if result.device_draws:
             self._device_draws.inc(result.device_draws)
             self._wrong_draws.inc(result.wrong_draws)
+        if result.second_launches:
             self._second_launches.inc(result.second_launches)
 
     def sequences_not_finite(self, count: int) -> None:

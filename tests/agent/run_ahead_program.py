@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from adapted_driver import load_adapter  # noqa: E402
 from step_driver import Move, Part, StepDriver, blocks_for  # noqa: E402
 
 from agent.backends.runtime import start_runtime  # noqa: E402
+from agent.run_ahead.odds import DrawOdds  # noqa: E402
 from agent.task_queue import TaskQueue  # noqa: E402
 from agent.worker import Worker  # noqa: E402
 from llm_serving.config import Config  # noqa: E402
@@ -41,6 +43,7 @@ MODEL = "llama3_rope"
 GREEDY = {"num_top_logits": -1}
 IN_FLIGHT = 2
 ROWS, PROMPT, ROUNDS = 6, 9, 14
+RANDOM_RUNS = 6
 
 
 class Step:
@@ -186,6 +189,13 @@ def drawn_sampling(row: int) -> dict[str, float]:
     return GREEDY | kinds[row]
 
 
+def whole_sampling(row: int) -> dict[str, float]:
+    """Returns sampling parameters: greedy, or with a temperature and without ``top_k``."""
+    drawn = {"temperature": 2.0, "seed": 31 + row}
+    kinds: list[dict[str, float]] = [drawn, {}, drawn | {"top_p": 0.9}, drawn | {"min_p": 0.05}, drawn, {}]
+    return GREEDY | kinds[row]
+
+
 def pair(config: Config) -> tuple[StepDriver, StepDriver]:
     """Returns two drivers of the same model.
 
@@ -280,7 +290,26 @@ def run_drawn(drivers: Pair) -> dict[str, Any]:
     wrong = run_steps(drivers[1], steps)
     device.wrong_every = 0
     found = {"ahead": wrong["results"], "events": wrong["events"], "draws": list(device.are_wrong)}
-    return {"right": right, "wrong": found}
+    return {"right": right, "wrong": found} | run_whole(drivers)
+
+
+def run_whole(drivers: Pair) -> dict[str, Any]:
+    """Runs sequences without ``top_k``, many of whose tokens are none of the device's candidates.
+
+    In the first run, the device draws in every step. In the runs ``sometimes``, it draws in a random part of all
+    launches, and half of its draws are wrong. So it may draw in the first launch of a step, and not in the second one.
+    """
+    steps, estimated = list(plan(whole_sampling)), DrawOdds.allow
+    DrawOdds.allow = lambda self, num_seqs: True  # type: ignore[method-assign]
+    found: dict[str, Any] = {"whole": run_both(drivers, steps), "sometimes": []}
+    device_of(drivers[1]).wrong_every = 2
+    for seed in range(RANDOM_RUNS):
+        choice = random.Random(seed)
+        DrawOdds.allow = lambda self, num_seqs, choice=choice: choice.random() < 0.6  # type: ignore[misc]
+        found["sometimes"].append(run_steps(drivers[1], steps))
+    device_of(drivers[1]).wrong_every = 0
+    DrawOdds.allow = estimated  # type: ignore[method-assign]
+    return found
 
 
 def device_of(driver: StepDriver) -> Any:

@@ -104,6 +104,27 @@ def test_a_device_that_draws_wrong_tokens_changes_no_bit(run: Run) -> None:
     assert checked > wrong >= counted == second_launches
 
 
+def test_steps_without_top_k_are_launched_ahead_and_change_no_bit(run: Run) -> None:
+    """The device knows only its candidates. If the host draws another token, the next step is launched again."""
+    result = run("drawn")["whole"]
+    assert bits(result["ahead"]) == bits(result["plain"])
+    assert not any(step["error"] for step in result["plain"])
+    assert launched_ahead(result["events"]) == list(range(1, len(result["plain"]))), result["events"]
+    checked, wrong, second_launches = draws_of(result["ahead"])
+    assert (checked, wrong) == (0, 0), "only draws with a top_k are counted"
+    assert 0 < second_launches < len(result["plain"])
+    assert second_launches == num_launched(result["events"]) - len(result["plain"])
+
+
+def test_a_second_launch_may_draw_the_tokens_of_other_sequences(run: Run) -> None:
+    """The device draws tokens without ``top_k`` in some launches only. The next step must know which ones."""
+    runs, plain = run("drawn")["sometimes"], run("drawn")["whole"]["plain"]
+    for each in runs:
+        assert bits(each["results"]) == bits(plain)
+        assert launched_ahead(each["events"])
+    assert sum(draws_of(each["results"])[2] for each in runs) > len(runs)
+
+
 def draws_of(results: list[dict[str, Any]]) -> list[int]:
     """Returns three sums over all steps: tokens that the device has drawn for the next step, those of them that are
     wrong, and second launches.

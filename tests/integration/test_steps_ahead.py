@@ -19,9 +19,10 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 1.5, "top_k": 40, "top_p": 0.9},
     {"temperature": 0.0, "logprobs": 2},
     {"temperature": 1.2, "top_k": 64, "min_p": 0.02, "logprobs": 1},
+    {"temperature": 0.7, "top_k": 0, "top_p": 0.9},
 ]
 WAITING: list[dict[str, Any]] = [
-    {"temperature": 1.0, "top_k": 0},
+    {"temperature": 1.0, "top_k": 100},
     {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.2},
 ]
 """Sequences whose tokens only the host can choose. They are short, so that most steps have no such sequence."""
@@ -56,4 +57,5 @@ def test_wrong_draws_of_a_device_change_no_response(shallow_model: Path, tmp_pat
         assert answer is not None
         assert_same(answer, wanted, body)
     assert ready["summary"]["steps_ahead"] == "on"
-    assert counters["device_draws"] > counters["wrong_device_draws"] >= counters["second_launches"] > 0, counters
+    assert counters["device_draws"] > counters["wrong_device_draws"] > 0, counters
+    assert counters["second_launches"] > 0

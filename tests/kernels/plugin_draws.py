@@ -37,7 +37,8 @@ def graph(num_candidates: int) -> nn.Cell:
 def chosen(best: Any, found: Any, draws: Any) -> Any:
     """Runs the graph. Returns the token of each row."""
     values, ids = found.values[0], found.ids[0]
-    return graph(values.shape[1])(Tensor(values), Tensor(ids), Tensor(best), Tensor(draws)).asnumpy()
+    masses = Tensor(found.scaled_sums[0])
+    return graph(values.shape[1])(Tensor(values), Tensor(ids), Tensor(best), masses, Tensor(draws)).asnumpy()
 
 
 def settings(rng: np.random.Generator) -> dict[str, Any]:
@@ -78,11 +79,49 @@ def test_draws_are_those_of_the_host(spread: float, rounding: Any) -> None:
     assert different <= 1, f"{different} of {compared} tokens are not those of the host"
 
 
+@pytest.mark.parametrize(
+    ("filters", "most"),
+    [
+        ({"top_p": 1, "min_p": 0}, 0.001),
+        ({"top_p": 1, "min_p": 0.02}, 0.001),
+        # If a nucleus ends behind the candidates, the device does not know the weight of its last token.
+        ({"top_p": 0.9, "min_p": 0}, 0.02),
+    ],
+)
+@pytest.mark.parametrize("spread", [2.0, 4.0])
+def test_draws_among_all_tokens_are_those_of_the_host(spread: float, filters: dict[str, float], most: float) -> None:
+    """Draws tokens of sequences without ``top_k``.
+
+    The result is 0 if the drawn token is no candidate. Rows that the host cannot decide by the candidates are left out.
+    """
+    different = compared = outside = 0
+    for seed in range(SEEDS):
+        rng = np.random.default_rng([seed, int(spread * 100), 9])
+        logits = (rng.standard_normal((ROWS, 3000)) * spread).astype(np.float32)
+        numbers = {"seed": rng.integers(0, 2**63, ROWS), "sample_position": rng.integers(0, 1000, ROWS)}
+        sampling = Sampling(logits, {"temperature": 0.8, "top_k": 0} | filters | numbers, [], [])
+        sampling.histories = {}
+        wanted, (_, undecided) = sampling.whole().sampled_ids, sampling.of_candidates()
+        best, _, found = candidates_of(sampling.logits, sampling.inputs["temperature"], rng=rng)
+        slot: Any = SimpleNamespace(num_seqs=ROWS, arrays=sampling.inputs)
+        got = chosen(best, found, draw_parameters(slot, np.ones(ROWS, np.bool_)))
+        different += int((got != wanted)[~undecided].sum())
+        compared += int((~undecided).sum())
+        ranks = (sampling.logits > sampling.logits[np.arange(ROWS), wanted][:, None]).sum(axis=1)
+        assert not got[ranks >= K].any(), "a token that is no candidate"
+        outside += int((ranks >= K).sum())
+    assert compared > ROWS * SEEDS // 4
+    assert outside > 0 or spread > 2
+    assert different <= max(1, most * compared), f"{different} of {compared} tokens are not those of the host"
+
+
 def test_any_logits_give_a_token_id() -> None:
     """A token id that does not exist would make the next step fail, also that of other sequences."""
     values = np.array([[np.nan] * K, [np.inf] * K, [-np.inf] * K, [*range(K - 1, 0, -1), np.nan]], np.float32)
-    found = SimpleNamespace(values=values[None], ids=np.broadcast_to(np.arange(7, 7 + K), (1, 4, K)).copy())
-    inputs = Sampling(values, {"temperature": 0.7, "top_k": 20}, [], []).inputs
-    slot: Any = SimpleNamespace(num_seqs=4, arrays=inputs)
-    tokens = chosen(np.full(4, 7, np.int32), found, draw_parameters(slot, np.ones(4, np.bool_)))
-    assert all(token == 0 or 7 <= token < 7 + K for token in tokens.tolist()), tokens
+    ids, masses = np.broadcast_to(np.arange(7, 7 + K), (1, 4, K)).copy(), np.array([[np.nan, np.inf, 0, 1]], np.float32)
+    found = SimpleNamespace(values=values[None], ids=ids, scaled_sums=masses)
+    for top_k in (20, 0):
+        inputs = Sampling(values, {"temperature": 0.7, "top_k": top_k}, [], []).inputs
+        slot: Any = SimpleNamespace(num_seqs=4, arrays=inputs)
+        tokens = chosen(np.full(4, 7, np.int32), found, draw_parameters(slot, np.ones(4, np.bool_)))
+        assert all(token == 0 or 7 <= token < 7 + K for token in tokens.tolist()), tokens

@@ -605,8 +605,8 @@ class TurnedSplit(nn.Cell):
         self.split = auto_generate.SplitWithSize()
 
     def construct(self, draws: Any, sizes: Any, axis: Any) -> Any:
-        temperature, top_k, top_p, min_p, number, is_drawn = self.split(draws, sizes, axis)
-        return top_k, temperature, top_p, min_p, number, is_drawn
+        temperature, top_k, *others = self.split(draws, sizes, axis)
+        return (top_k, temperature, *others)
 
 
 class DrawsWithTurnedColumns(device_draws._Draws):

@@ -21,16 +21,16 @@ KINDS = ("candidates", "rows", "draws")
 _PRIMITIVES = frozenset({"Cast", "TopkExt", "Gather", "RealDiv", "Sub", "Exp", "ReduceSum"})
 _SHARING = frozenset({"AllGather", "SplitWithSize"})
 _DRAWS = {
-    "Add": 3,
+    "Add": 5,
     "ArgMaxWithValue": 1,
     "Equal": 2,
     "Exp": 1,
     "Gather": 1,
-    "Greater": 6,
+    "Greater": 8,
     "RealDiv": 1,
-    "ReduceSum": 5,
+    "ReduceSum": 6,
     "SplitWithSize": 1,
-    "Sub": 4,
+    "Sub": 6,
 }
 """The number of calls of each primitive in the graph ``draws``, apart from ``_ANY_NUMBER``."""
 _ANY_NUMBER = frozenset({"Cast", "Mul", "Reshape"})
@@ -47,7 +47,8 @@ def sampling_problems(kind: str, graph: Graph, config: Config) -> Iterator[str]:
     logits, count = TensorType(dtype, (-1, columns)), num_candidates(vocab_size, part)
     if kind == "draws":
         inputs = {"best": TensorType("f32", (-1, count)), "ids": TensorType("i64", (-1, count))}
-        inputs |= {"best_ids": TensorType("i32", _VECTOR), "draws": TensorType("f32", (-1, len(DrawColumn)))}
+        inputs |= {"best_ids": TensorType("i32", _VECTOR), "masses": TensorType("f32", _VECTOR)}
+        inputs |= {"draws": TensorType("f32", (-1, len(DrawColumn)))}
         outputs: tuple[TensorType, ...] = (TensorType("i32", _VECTOR),)
         known, calls = frozenset(_DRAWS) | _ANY_NUMBER, dict(_DRAWS)
     elif kind == "rows":
