@@ -8,9 +8,9 @@ ahead, the period should be equal to the device's time for a step. Both times ar
 machine disturb them less. The exit code is 1 if the period exceeds --limit times the device's time.
 
 With --temperature, a step also launches the graphs that find candidates and draw tokens. They take three eighths of
-the device's time and a third of the host's time for launches. If the device draws a wrong token, the next step is launched
-again, which also takes device time. --wrong-every makes the device draw wrong tokens. The figure "ms a step" is the
-mean time of a completed step, so it includes second launches.
+the device's time and a third of the host's time for launches. If the device draws a wrong token, the next step is
+launched again, which also takes device time. --wrong-every makes the device draw wrong tokens. The figure "ms a step"
+is the mean time of a completed step, so it includes second launches.
 
 With --tensor-parallel, several agents share the model, each with its own artificial device. The figures are those of
 the first agent, which samples. Its device also waits for the sums of the other devices.
@@ -57,8 +57,9 @@ TRACED = 4
 SAMPLING_GRAPHS = 2
 """Number of graphs that sampling with a temperature launches in each step: candidates and draws."""
 SAMPLING_DEVICE, SAMPLING_HOST = 3 / 8, 1 / 3
-"""The fraction of a step's time on the device, and of its launch time on the host, that these graphs take together. On a
-CPU, each graph needs about 1 ms, which is the least possible time on the device.
+"""The fraction of a step's time on the device, and of its launch time on the host, that these graphs take together.
+
+On a CPU, each graph needs about 1 ms, which is the least possible time on the device.
 """
 WORK = {
     STEP: "device computes a step",
