@@ -232,3 +232,14 @@ def test_unusual_requests_take_the_normal_path(rig: Refusing, request_: bytes, s
     rig.server.engine.full = QueueFullError("full")
     assert rig.exchange(request_)[0].startswith(start)
     assert rig.num_normal == 1
+
+
+def test_requests_that_arrive_together_with_a_refused_one_are_not_answered(rig: Refusing) -> None:
+    """A client that waits for responses sends no such requests, and a burst of refusals would hold the event loop."""
+    refused = b"POST %s HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 0\r\n\r\n" % PATH.encode()
+    with rig.server.raw(refused * 20) as connection:
+        data = b""
+        while chunk := connection.recv(65536):
+            data += chunk
+    assert data.count(b"HTTP/1.1 401 ") == data.count(b"HTTP/1.1 ") == 1
+    assert rig.num_normal == 0

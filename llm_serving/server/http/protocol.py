@@ -214,6 +214,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._framing_bytes = 0
         self._silent_bytes = 0
         self._is_discarding = False
+        self._has_refused = False
+        """Whether a request that arrived with the present data was refused early."""
         self.channel_user: ChannelUser | None = None
         self.refusals: Refusals | None = None
 
@@ -251,6 +253,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         self._rules.received()
         was_in_body = self._in_body
+        self._has_refused = False
         self._new_body_bytes = 0
         super().data_received(data)
         if self._header_timer is not None:
@@ -264,7 +267,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._count_framing(len(data))
 
     def on_message_begin(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
+        # A client that waits for responses cannot have sent this request together with one that was refused early.
+        if self._has_refused or (self.cycle is not None and not self.cycle.response_complete):
             raise PipelinedError
         super().on_message_begin()
         self.scope[RECEIVED_AT] = time.monotonic()  # type: ignore[literal-required]
@@ -301,7 +305,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         response = self.refusals.response(self.url, cast(Scope, self.scope))
         if response is None:
             return False
-        self.cycle = _REFUSED
+        self.cycle, self._has_refused = _REFUSED, True
         lines = [STATUS_LINE[response.status_code]]
         for name, value in (*self.server_state.default_headers, *response.raw_headers):
             lines += (name, b": ", value, b"\r\n")
@@ -324,7 +328,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Responds to data that is not HTTP, or that is refused. The parser cannot continue afterwards."""
         cycle = self.cycle
-        if cycle is None or cycle.response_complete or self._in_body:
+        if self._has_refused:  # the response is written already
+            self._is_discarding = True
+            self.transport.close()
+        elif cycle is None or cycle.response_complete or self._in_body:
             self._refuse(b"400 Bad Request")
         else:  # the refused data come after a complete request, whose response is not complete yet
             self._is_discarding = True
