@@ -32,7 +32,7 @@ from llm_serving.errors import LLMServingError, ProtocolError
 from llm_serving.ipc.host_pool import HostPoolLayout
 from llm_serving.ipc.introduction import introduce, receive, receive_into, set_options, shut_down
 
-MAGIC = b"LLMPOOL1"
+MAGIC = b"LLMPOOL2"
 READ, WRITE, WEIGHTS = range(1, 4)
 REQUEST = struct.Struct("<BI")
 """Kind of the request and the count of its host blocks."""

@@ -7,7 +7,8 @@ After a failed self-check, the server first makes a file with this number, the m
 draws a new number. A block of a marked writer is a miss for all machines. A machine that has read blocks of this writer
 before has a doubt: its own blocks may depend on them.
 
-Making a file is atomic, also on network file systems, and no machine removes marks. So no machine misses a mark.
+Making a file is atomic, also on network file systems, and no machine removes marks. So no machine misses a mark. A
+mark that cannot be made, for example in a full folder, is tried again with each look at the folder.
 """
 
 from __future__ import annotations
@@ -32,13 +33,17 @@ class DistrustMarks:
         """The writers of the blocks that this machine has read since its last doubt."""
         self.own = _new_writer()
         """The number of this machine as a writer."""
+        self._unmade: set[int] = set()
+        """Former numbers of this machine whose marks could not be made yet."""
 
     def look(self) -> bool:
-        """Reads the marks of all machines.
+        """Reads the marks of all machines. First tries again to make marks of this machine that could not be made.
 
         Returns True if this machine has a doubt: it has read blocks of a writer that is marked now. The next call
         returns False unless another doubt arises. Raises OSError if the folder cannot be read.
         """
+        with contextlib.suppress(OSError):  # the caller of mark_own has reported the first failure
+            self._make()
         try:
             names = os.listdir(self._folder)
         except FileNotFoundError:  # no machine has made a mark
@@ -57,11 +62,22 @@ class DistrustMarks:
         return True
 
     def mark_own(self) -> None:
-        """Marks the blocks that this machine has written, and draws a new number. Raises OSError."""
+        """Marks the blocks that this machine has written, and draws a new number.
+
+        Raises OSError if the mark cannot be made. ``look`` then tries it again.
+        """
         writer, self.own = self.own, _new_writer()
         self._sources.discard(writer)  # the caller has already forgotten all blocks that this machine has written
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        (self._folder / f"{writer:016x}").touch()
+        self._unmade.add(writer)
+        self._make()
+
+    def _make(self) -> None:
+        """Makes the marks that are not made yet. Raises OSError for the first one that cannot be made."""
+        if self._unmade:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+        for writer in sorted(self._unmade):
+            (self._folder / f"{writer:016x}").touch()
+            self._unmade.remove(writer)
 
 
 def _new_writer() -> int:

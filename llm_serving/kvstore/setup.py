@@ -122,8 +122,9 @@ class KvTiers:
         All callers get the same future until the thread has ended. Only one thread may call this method.
         """
         if self._reading is None or self._reading.done():
-            self._reading = Future()
-            threading.Thread(target=_run, args=(self.identity, self._reading), name="identity", daemon=True).start()
+            reading: Future[BlockIdentity] = Future()
+            threading.Thread(target=_run, args=(self.identity, reading), name="identity", daemon=True).start()
+            self._reading = reading  # only now: a thread that cannot start would leave a future that never ends
         return self._reading
 
     @property

@@ -191,6 +191,19 @@ def test_the_files_are_removed_even_if_the_mark_cannot_be_made(tmp_path):
     assert not path.exists()
 
 
+def test_a_mark_that_cannot_be_made_is_tried_again(tmp_path):
+    ours, theirs = shared(tmp_path), shared(tmp_path)
+    ours.append(key(1), content(1))
+    theirs.scan()
+    assert theirs.read(theirs.find(key(1).chained_hash), key(1)) == content(1)
+    distrusted = tmp_path / NAMESPACE.hex() / "distrusted"
+    distrusted.touch()
+    with pytest.raises(OSError, match="distrusted"):
+        ours.drop_generation()
+    distrusted.unlink()
+    assert [each.has_doubt() for each in (theirs, ours, theirs)] == [False, False, True]
+
+
 def test_after_a_distrust_a_machine_neither_reads_nor_writes_for_some_time(tmp_path):
     """Meanwhile, machines that have read its blocks distrust their own ones."""
     now = [100.0]
