@@ -46,6 +46,7 @@ class Metrics:
         """
         self.registry = CollectorRegistry(auto_describe=True)
         self._engine_counters()
+        self._device_counters()
         self._engine_histograms()
         self._http = self._counter(
             "llm_serving_http_responses", "HTTP responses by route and status.", "route", "status"
@@ -100,19 +101,6 @@ class Metrics:
         self._draft_tokens = counter("llm_serving_draft_tokens", "Drafts (guesses of tokens) that steps verified.")
         self._accepted_tokens = counter("llm_serving_accepted_draft_tokens", "Drafts that were right.")
         self._draft_seconds = counter("llm_serving_draft_model_seconds", "Time of the draft model, in all agents.")
-        self._fetched_bytes = counter(
-            "llm_serving_fetched_bytes", "Bytes copied from devices to choose tokens; 0 with fused operators."
-        )
-        self._device_draws = counter(
-            "llm_serving_device_draws",
-            "Tokens of sequences with a top_k that devices have drawn, and with which a step was launched ahead.",
-        )
-        self._wrong_draws = counter(
-            "llm_serving_wrong_device_draws", "Tokens of llm_serving_device_draws that the sampler has not chosen."
-        )
-        self._second_launches = counter(
-            "llm_serving_second_launches", "Steps that were launched again, because a device had drawn a wrong token."
-        )
         self._not_finite = counter(
             "llm_serving_sequences_not_finite", "Sequences that ended because their logits were NaN or infinite."
         )
@@ -159,6 +147,22 @@ class Metrics:
         }
         for reason in FinishReason:
             self._finished.labels(reason.value)
+
+    def _device_counters(self) -> None:
+        counter = self._counter
+        self._fetched_bytes = counter(
+            "llm_serving_fetched_bytes", "Bytes copied from devices to choose tokens; 0 with fused operators."
+        )
+        self._device_draws = counter(
+            "llm_serving_device_draws",
+            "Tokens of sequences with a top_k that devices have drawn, and with which a step was launched ahead.",
+        )
+        self._wrong_draws = counter(
+            "llm_serving_wrong_device_draws", "Tokens of llm_serving_device_draws that the sampler has not chosen."
+        )
+        self._second_launches = counter(
+            "llm_serving_second_launches", "Steps that were launched again, because a device had drawn a wrong token."
+        )
 
     def _engine_histograms(self) -> None:
         histogram = self._histogram
