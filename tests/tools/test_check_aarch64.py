@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from support.case_samples import check_sample, cover, read_intervals, repetitions_of, select_cases
-from tools.check_aarch64 import INSTRUCTION_SETS, ONCE, SAMPLED, repetitions
+from tools.check_aarch64 import INSTRUCTION_SETS, ONCE, SAMPLED, repetitions, selection
 
 KERNELS = Path(__file__).resolve().parents[1] / "kernels"
 TEST = "tests/kernels/test_a.py::test_equals"
@@ -80,3 +80,9 @@ def test_tests_of_all_instruction_sets_run_with_the_first_one_only() -> None:
     first, other = (repetitions(is_first=isa == INSTRUCTION_SETS[0]) for isa in INSTRUCTION_SETS[:2])
     assert [option for option in other if option not in first] == [f"--deselect=tests/kernels/{name}" for name in ONCE]
     assert len(first) == len(SAMPLED)
+
+
+def test_a_run_of_all_cases_includes_the_sweeps() -> None:
+    assert selection(all_cases=True, every=None, is_first=False) == ["-m", "not page"]
+    assert selection(all_cases=False, every=4, is_first=False) == ["-m", "not page", "--every=4"]
+    assert selection(all_cases=False, every=None, is_first=True) == repetitions(is_first=True)
