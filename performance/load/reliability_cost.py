@@ -1,10 +1,13 @@
 """Measures how much processor time self-checks, API keys and the audit log take from a server.
 
-The program runs pairs of servers. The two servers of a pair run one after the other and get the same requests. The
-clients send them in a closed loop, so both servers compute batches of the same size. At a fixed rate, the size would
-depend on the speed of the machine, and a larger batch needs less processor time for a token. One server has the
-self-checks at their defaults, API keys with quotas, and an audit log. The other server has none of these features. The
-order and the seed change with every pair.
+The program runs pairs of servers. One server has the self-checks at their defaults, API keys with quotas, and an audit
+log. The other server has none of these features. Both servers of a pair run during all its rounds. In each round, one
+server after the other gets the same requests, while the other server waits. A round takes seconds, so a machine that
+becomes slower during a minute slows down both servers alike. The order changes with every round, and the requests
+change with every round and pair.
+
+The clients send the requests in a closed loop, so both servers compute batches of the same size. At a fixed rate, the
+size would depend on the speed of the machine, and a larger batch needs less processor time for a token.
 
 The cost is the ratio of the two servers' CPU seconds per output token, including the agents. The mean of the pairs'
 ratios is compared with the limit. The program also prints the ratio of the times per output token. No limit applies to
@@ -21,8 +24,9 @@ import argparse
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +34,9 @@ from llm_serving.access.keys import digest_of, new_secret
 from performance.load.closed_loop import run_closed_loop
 from performance.load.endpoint import Endpoint
 from performance.load.options import LoadOptions
-from performance.load.server_cost import CPU_METRIC, ServerCost
+from performance.load.server_cost import CPU_METRIC
 from performance.load.server_process import START_SERVER, configured_server
-from performance.load.statistics import LoadFigures, measure
+from performance.load.statistics import measure
 from performance.program import (
     EXIT_FAILURES,
     EXIT_UNSTEADY,
@@ -53,6 +57,16 @@ EXIT_CODES = {MET: 0, MISSED: EXIT_FAILURES, NOT_DECIDED: EXIT_UNSTEADY}
 OFF = ("serving_config.canary_interval_s=0", "serving_config.row_check_interval=0")
 KEY_RIGHTS = "admin requests_in_flight=100000 requests_per_minute=1000000 tokens_per_minute=1000000000"
 """Rights of the client's key. ``/metrics``, which has the processor time, needs the right ``admin``."""
+
+
+@dataclass(frozen=True)
+class _Round:
+    """What one server did in one round."""
+
+    cpu_s: float
+    output_tokens: int
+    tpot_ms: float
+    ttft_ms: float
 
 
 @exits_with_errors
@@ -103,19 +117,19 @@ def _ratios(pairs: Sequence[dict[str, float]], name: str) -> list[float]:
 
 
 def _pair(parsed: argparse.Namespace, base: LoadOptions, number: int, program: Path) -> dict[str, float]:
-    """Measures two servers, one after the other: with and without self-checks, API keys and audit log.
-
-    In every second pair, the server without these features is the first.
-    """
+    """Measures two servers in turns: one with and one without self-checks, API keys and audit log."""
+    rounds: dict[str, list[_Round]] = {"on": [], "off": []}
+    with ExitStack() as stack:
+        servers = {name: stack.enter_context(_server(parsed, name, base, program)) for name in rounds}
+        for index in range(parsed.rounds):
+            seed = base.seed + number * parsed.rounds + index
+            for name in ("on", "off") if (number + index) % 2 == 0 else ("off", "on"):
+                rounds[name].append(_measure(parsed, name, replace(servers[name], seed=seed)))
     found = {}
-    for name in ("on", "off") if number % 2 == 0 else ("off", "on"):
-        options = replace(base, seed=base.seed + number)
-        figures, cost = _measure(parsed, name, options, program)
-        if not cost.cpu_s or not figures.output_tokens:
-            raise LoadTestError(f"server {name!r} has no metric {CPU_METRIC}, or sent no tokens")
-        found[f"{name}_cpu_s_per_token"] = cost.cpu_s / figures.output_tokens
-        found[f"{name}_tpot_ms"] = figures.tpot_ms.mean or float("inf")
-        found[f"{name}_ttft_ms"] = figures.ttft_ms.mean or float("inf")
+    for name, results in rounds.items():
+        found[f"{name}_cpu_s_per_token"] = sum(r.cpu_s for r in results) / sum(r.output_tokens for r in results)
+        found[f"{name}_tpot_ms"] = statistics.mean(r.tpot_ms for r in results)
+        found[f"{name}_ttft_ms"] = statistics.mean(r.ttft_ms for r in results)
         print(
             f"pair {number + 1}/{parsed.pairs}, {name}: {1000 * found[f'{name}_cpu_s_per_token']:.4f} CPU ms and "
             f"{found[f'{name}_tpot_ms']:.4f} ms per token",
@@ -124,9 +138,9 @@ def _pair(parsed: argparse.Namespace, base: LoadOptions, number: int, program: P
     return found
 
 
-def _measure(
-    parsed: argparse.Namespace, name: str, options: LoadOptions, program: Path
-) -> tuple[LoadFigures, ServerCost]:
+@contextmanager
+def _server(parsed: argparse.Namespace, name: str, base: LoadOptions, program: Path) -> Iterator[LoadOptions]:
+    """Starts a server with the features (``on``) or without them. Yields the options for its clients."""
     with tempfile.TemporaryDirectory(prefix="reliability_cost_") as place:
         folder, secret = Path(place), new_secret()
         keys = folder / "keys.txt"
@@ -135,14 +149,20 @@ def _measure(
         on = [f"serving_config.api_keys_file={keys}", f"serving_config.audit_log={folder}/audit.log"]
         settings = [*(on if name == "on" else OFF), *parsed.settings]
         with configured_server(name, parsed.config, settings, folder, parsed.start_timeout, program) as endpoint:
-            options = replace(options, endpoint=endpoint, api_key=secret if name == "on" else None)
-            run = run_closed_loop(options, options.requests(parsed.requests, options.seed), parsed.clients)
+            yield replace(base, endpoint=endpoint, api_key=secret if name == "on" else None)
+
+
+def _measure(parsed: argparse.Namespace, name: str, options: LoadOptions) -> _Round:
+    run = run_closed_loop(options, options.requests(parsed.requests, options.seed), parsed.clients)
     if run.interrupted:
         raise KeyboardInterrupt
     figures = measure(run)
     if figures.failed:
         raise LoadTestError(f"requests failed: {figures.failures}")
-    return figures, run.server_cost
+    if not run.server_cost.cpu_s or not figures.output_tokens:
+        raise LoadTestError(f"server {name!r} has no metric {CPU_METRIC}, or sent no tokens")
+    tpot, ttft = (value.mean or float("inf") for value in (figures.tpot_ms, figures.ttft_ms))
+    return _Round(run.server_cost.cpu_s, figures.output_tokens, tpot, ttft)
 
 
 def _text(results: dict[str, Any]) -> str:
@@ -175,7 +195,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = new_parser(__doc__, "llama_tiny_cpu.yaml", starts_servers=True)
     parser.add_argument("--pairs", type=parse_count, default=5, help="pairs of servers (default %(default)s)")
     parser.add_argument("--timeout", type=float, default=3600.0, help="maximum seconds per request")
-    parser.add_argument("--requests", type=parse_count, default=300, help="for each server (default %(default)s)")
+    parser.add_argument("--rounds", type=parse_count, default=8, help="rounds of each pair (default %(default)s)")
+    parser.add_argument("--requests", type=parse_count, default=80, help="per server and round (default %(default)s)")
     parser.add_argument("--clients", type=parse_count, default=16, help="number of clients (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and lengths (default %(default)s)")
     parser.add_argument("--prompt-len", type=parse_range, default=(32, 64), metavar="A:B", help="tokens")

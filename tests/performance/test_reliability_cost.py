@@ -3,6 +3,7 @@
 A scripted server replaces the real one.
 """
 
+import itertools
 import json
 from pathlib import Path
 
@@ -26,11 +27,18 @@ assert all(" admin " in open(file).read() for file in keys), "the client must re
 assert has_keys == any(text.startswith("serving_config.audit_log=") for text in sys.argv)
 assert has_keys != ("serving_config.row_check_interval=0" in sys.argv)
 assert has_keys != ("serving_config.canary_interval_s=0" in sys.argv)
-with open({record!r}, "a") as file:
-    file.write("on " if has_keys else "off ")
+name = "on " if has_keys else "off "
+
+
+def reply(index, _):
+    with open({record!r}, "a") as file:
+        file.write(name)
+    return Reply(tokens=4, gap_s=0.001)
+
+
 cpu_s = {on_cpu_s} if has_keys else {off_cpu_s}
 text = None if cpu_s is None else lambda state: f"llm_serving_cpu_seconds_total {{4 * cpu_s * len(state.requests)}}"
-with fake_openai_server(lambda *_: Reply(tokens=4, gap_s=0.001), text) as server:
+with fake_openai_server(reply, text) as server:
     print(f"ready http://127.0.0.1:{{server.port}}", flush=True)
     time.sleep(60)
 """
@@ -41,7 +49,7 @@ def run(folder: Path, on_cpu_s: float | None, off_cpu_s: float | None) -> int:
     program = folder / "stand_in.py"
     record = str(folder / "record")
     program.write_text(STAND_IN.format(tests=str(TESTS), record=record, on_cpu_s=on_cpu_s, off_cpu_s=off_cpu_s))
-    arguments = ["--pairs", "2", "--requests", "4", "--clients", "2", "--config", "c.yaml"]
+    arguments = ["--pairs", "2", "--rounds", "2", "--requests", "4", "--clients", "2", "--config", "c.yaml"]
     arguments += ["--json", str(folder / "result.json")]
     return main(arguments, program)
 
@@ -52,7 +60,8 @@ def test_the_ratio_of_the_processor_times_decides(
 ) -> None:
     assert run(tmp_path, on_cpu_s, 0.01) == code
     results = json.loads((tmp_path / "result.json").read_text())
-    assert (tmp_path / "record").read_text().split() == ["on", "off", "off", "on"]
+    turns = [name for name, _ in itertools.groupby((tmp_path / "record").read_text().split())]
+    assert turns == ["on", "off", "on", "off", "on", "off"]  # on off, off on; off on, on off
     assert results["verdict"] == (MISSED if code else MET)
     assert results["cpu"]["ratios"] == pytest.approx([on_cpu_s / 0.01] * 2)
     assert results["cpu"]["standard_error"] == pytest.approx(0.0, abs=1e-9)
