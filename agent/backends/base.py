@@ -304,18 +304,18 @@ class OpTable(ABC):
 
     @abstractmethod
     def hand_over(self, width: int) -> Operator:
-        """Returns the operator that ends a stage before the last stage: (hidden, residual, step) -> graph output.
+        """Returns the last operator of each pipeline stage except the last: (hidden, residual, step) -> output.
 
-        hidden and residual are [tokens, width]. ``StepGraph`` reads hidden + residual from the graph's output, and the
-        next stage takes this sum as its input.
+        hidden and residual are [tokens, width]. ``output`` is the result of the stage's graph. ``StepGraph`` reads
+        hidden + residual from it, and this sum is the input of the next stage.
         """
 
     @abstractmethod
     def tap(self, width: int) -> Operator:
         """Returns an operator (hidden, residual, step) that makes hidden + residual an additional output of the graph.
 
-        hidden and residual are [tokens, width]. With this operator, a model makes the residual stream between two
-        layers available to other code, which reads it with ``StepGraph.tapped``. ``num_taps`` counts these operators.
+        hidden and residual are [tokens, width]. Their sum is the residual stream between two layers. A head (EAGLE,
+        MTP) makes drafts from it, and gets it from ``StepGraph.tapped``. ``num_taps`` counts these operators.
         """
 
     @abstractmethod

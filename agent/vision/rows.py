@@ -81,8 +81,9 @@ class ImageRows:
         weights = _loaded(config, vision_specs(vision, hidden))
         table = model.weights["embedding.weight"]
         if model.ops.is_split:
-            # The agent has only a part of the vocabulary. But outputs of the vision encoder replace whole embeddings,
-            # so this agent needs the whole embedding table.
+            # This table has only the agent's part of the vocabulary. In a text model, the graph adds the embeddings of
+            # all agents. A model with images embeds the tokens before the graph, where agents cannot add anything. So
+            # each agent needs the whole table.
             specs = [spec for spec in weight_specs(config.shape) if spec.parameter == "embedding.weight"]
             table = _loaded(config, specs)["embedding.weight"]
         encoder_class = Encoder if vision.windows is None else QwenEncoder

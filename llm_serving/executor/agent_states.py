@@ -70,9 +70,10 @@ class Restarts:
 
 
 class AgentStates:
-    """The state of a replica's agents, for the status page: process, device, restarts.
+    """Collects the facts about a replica's agents for status pages: process, state, restarts and steps.
 
-    Any thread may call ``describe``.
+    Some facts are known here. For the others, the executor asks the agents, and passes their replies to ``add``. Any
+    thread may call ``describe``.
 
     ``addresses``: the address of each agent on this machine, in order of rank. It is empty if the agents are on other
     machines. The ``members`` that methods take are the agents of the running group.
@@ -80,7 +81,9 @@ class AgentStates:
 
     def __init__(self, config: Config, replica: int, addresses: Sequence[str], restarts: Restarts) -> None:
         self.is_wanted = False
-        """True if a status was requested. The agents have been asked, or will be asked when they are ready."""
+        """True from a request for the status until all agents have replied. If the group of agents is not ready, or is
+        lost before its replies, the executor asks the next group that is ready.
+        """
         self._config = config
         self._replica = replica
         self._ranks = group_ranks(replica, config.parallel_config)
@@ -89,12 +92,12 @@ class AgentStates:
         self._replies: dict[int, StatusReply] = {}
 
     def ask(self) -> None:
-        """Records that all agents are asked for their status. Earlier replies are dropped."""
+        """Begins to collect replies of all agents. Forgets the replies to an earlier request."""
         self.is_wanted = True
         self._replies.clear()
 
     def lose(self) -> None:
-        """Drops the replies of the agents that were lost."""
+        """Forgets the replies that have arrived, because their agents were lost."""
         self._replies.clear()
 
     def add(self, member: int, reply: StatusReply, members: Sequence[Member]) -> AgentStatus | None:

@@ -1,8 +1,7 @@
-"""Allocates the blocks of the hand-over pool, and records which hand-over holds each block and which content it must
-have.
+"""Allocates the blocks of the hand-over pool. For each block in use, records its hand-over and its expected content.
 
-The agents own the memory. If replicas are on several machines, each machine has a pool. A hand-over then holds the
-blocks with the same numbers in all pools.
+The memory itself belongs to the agents, so this module handles only block numbers. If replicas are on several machines,
+each machine has a pool. A hand-over then holds the blocks with the same numbers in all pools.
 """
 
 from __future__ import annotations
@@ -16,13 +15,15 @@ from llm_serving.kvcache.host_block_pool import HostBlockPool
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """The blocks of one hand-over, from the grant until they are freed."""
+    """The blocks of the pool that one hand-over holds, from their allocation until they are freed."""
 
     generation: int
+    """The number of the hand-over, which is a part of its headers. A server uses each number only once."""
     blocks: list[int]
     hashes: Sequence[bytes]
-    """The chained hashes of the blocks."""
+    """For each block, the hash of its tokens and of all tokens before them."""
     headers: list[bytes]
+    """For each block, the header that stands for its content. An agent refuses a block with another header."""
     asked_at: float
     """The time, in seconds, at which the prefill replica asked for the blocks, after it had computed the prompt."""
     is_complete: bool = False
@@ -30,15 +31,16 @@ class Lease:
     holders: set[int] = field(default_factory=set)
     """Indices of the replicas whose pools have the content of all blocks."""
     num_trips: int = 0
-    """Number of transfers between pools that use the blocks now."""
+    """Number of running transfers that copy these blocks from one pool to another."""
     is_dropped: bool = False
-    """True if the blocks must be freed when the last transfer has ended."""
+    """True if the hand-over ended while transfers were running. The blocks are freed when the last of them ends."""
 
 
 class HandOverPool:
     """Allocates the blocks ``0 .. num_blocks - 1`` of the hand-over pool.
 
-    ``namespace`` is ``SchedulerLimits.cache_namespace``.
+    ``namespace`` (``SchedulerLimits.cache_namespace``) identifies the model, its weights and the format of its KV
+    cache. All headers contain it.
     """
 
     def __init__(self, num_blocks: int, namespace: bytes) -> None:
@@ -46,7 +48,7 @@ class HandOverPool:
         self._namespace = namespace_digest(namespace)
         self._pool = HostBlockPool(num_blocks)
         self._leases: dict[int, tuple[Lease, int]] = {}
-        """For each held block: its lease, and its number in the lease."""
+        """For each held block: its lease, and its index in ``Lease.blocks``."""
         self._generation = 0
         self._num_free = num_blocks
 
@@ -55,9 +57,9 @@ class HandOverPool:
         return self._num_free
 
     def lease(self, hashes: Sequence[bytes], now: float) -> Lease | None:
-        """Allocates a block for each of ``hashes``, which are the chained hashes of the content.
+        """Allocates a block for each of ``hashes``, the hashes of the contents (``Lease.hashes``).
 
-        Returns None if too few blocks are free.
+        Returns None if too few blocks are free. ``now`` becomes ``Lease.asked_at``.
         """
         blocks = self._pool.allocate(len(hashes))
         if blocks is None:
@@ -86,7 +88,9 @@ class HandOverPool:
         return lease.headers[number]
 
     def renew_headers(self, lease: Lease) -> None:
-        """Gives the blocks of a lease other headers, so that the agents refuse the present contents as damaged."""
+        """Gives the blocks of a lease new headers. Their present contents then have a wrong header, so that agents
+        refuse them.
+        """
         self._generation += 1
         lease.generation = self._generation
         lease.headers = [pack_header(self._namespace, each, self._generation) for each in lease.hashes]

@@ -1,14 +1,14 @@
-"""Marks in a shared folder: machines tell each other which blocks may have wrong values.
+"""Marks in a shared folder. With a mark, a server tells other machines that its blocks may have wrong values.
 
-    FOLDER/<namespace>/distrusted/<writer>    an empty file
+    FOLDER/<namespace>/distrusted/<writer>    a mark: an empty file
 
-A writer is a number that a server draws at random when it opens the folder. Each block has the number of its writer.
-After a failed self-check, the server first makes a file with this number, the mark. Then it removes its blocks and
-draws a new number. A block of a marked writer is a miss for all machines. A machine that has read blocks of this writer
-before has a doubt: its own blocks may depend on them.
+A writer is a number that a server draws at random when it opens the folder. Each block that the server writes contains
+this number. If a self-check fails, the server makes a mark with its number, removes its blocks and draws a new number.
+After a look at the marks, no machine uses blocks of a marked writer. A machine that has read such blocks before has a
+doubt: the blocks that it has computed since then may be wrong, too.
 
-Making a file is atomic, also on network file systems, and no machine removes marks. So no machine misses a mark. A
-mark that cannot be made, for example in a full folder, is tried again with each look at the folder.
+Making a file is atomic, also on network file systems, and no machine removes marks. So each machine sees every mark at
+its next look. If a mark cannot be made, for example in a full folder, the server tries again with each look.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WRITER_BITS = 64
 
 
 class DistrustMarks:
-    """The marks in the folder of a namespace."""
+    """Reads the marks in the folder of a namespace, and makes the marks of this server."""
 
     def __init__(self, folder: Path) -> None:
         """``folder`` must exist."""
@@ -32,7 +32,7 @@ class DistrustMarks:
         self._sources: set[int] = set()
         """The writers of the blocks that this machine has read since its last doubt."""
         self.own = _new_writer()
-        """The number of this machine as a writer."""
+        """The writer number of this server."""
         self._unmade: set[int] = set()
         """Former numbers of this machine whose marks could not be made yet."""
 
@@ -55,7 +55,10 @@ class DistrustMarks:
         return has_doubt
 
     def accepts(self, writer: int) -> bool:
-        """Returns True if the blocks of a writer may be used. Remembers that this machine has read such a block."""
+        """Returns True if a block of this writer may be used, which is not so if the writer is marked.
+
+        If it may, also remembers that this machine has read a block of the writer. A later mark then causes a doubt.
+        """
         if writer in self._marked:
             return False
         self._sources.add(writer)

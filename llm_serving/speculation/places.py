@@ -1,8 +1,8 @@
-"""Guesses a token at the places of a grammar that allow only a few tokens: the token that followed there before.
+"""Guesses the next token where a grammar allows only a few tokens: the token that the model chose there last time.
 
 Between the forced keys and the free values of JSON, a grammar allows colons, commas, quotation marks and white space in
-several forms. A model usually writes the same form each time. A place is identified by the set of allowed tokens, so
-the same place is found after another key and in another grammar.
+several forms. A model usually writes the same form each time. A place is a position of the output with such a choice.
+Positions with the same set of allowed tokens are one place, even after another key or in another grammar.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from llm_serving.speculation.look_ahead import Mask
 
 MAX_ALLOWED = 1024
-"""Maximum number of allowed tokens of a place. Where a grammar allows more tokens, the text is free: what followed
-there before says little about the next token.
+"""Maximum number of allowed tokens of a place. Where a grammar allows more tokens, the text is free. There, an earlier
+choice says little about the next token.
 """
 MAX_PLACES = 1024
 """Maximum number of places in a ``Places``. It bounds its memory to about 200 KB."""
@@ -32,7 +32,8 @@ def place_of(mask: Mask) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Follower:
-    """The token that followed at a place the last time. ``is_repeated`` is True if the time before gave the same token.
+    """The token that was sampled last at a place. ``is_repeated`` is True if the same token was sampled there the time
+    before.
     """
 
     token_id: int
@@ -40,18 +41,20 @@ class Follower:
 
 
 class Places:
-    """The tokens that followed at places. If there are too many places, those unused for the longest time are lost."""
+    """Remembers the token that was sampled last at each place. Above ``MAX_PLACES``, forgets the place that was sampled
+    least recently.
+    """
 
     def __init__(self) -> None:
         self._followers: dict[int, Follower] = {}
 
     def note(self, place: int, token_id: int) -> None:
-        """Records that this token followed at a place."""
+        """Records that this token was sampled at a place."""
         known = self._followers.pop(place, None)
         self._followers[place] = Follower(token_id, known is not None and known.token_id == token_id)
         if len(self._followers) > MAX_PLACES:
             del self._followers[next(iter(self._followers))]
 
     def guess(self, place: int) -> Follower | None:
-        """Returns the token that followed at a place the last time, or None at a new place."""
+        """Returns the token that was sampled last at a place, or None at a new place."""
         return self._followers.get(place)

@@ -38,17 +38,21 @@ _NO_DRAFT = Draft()
 
 @dataclass(slots=True)
 class _Track:
-    """The drafts of one request, and how often they were right."""
+    """The current draft of one request, and the facts from which its next drafts are made."""
 
     request: Request
     index: SuffixIndex
+    """Finds earlier occurrences of the request's last tokens. The tokens that followed them become the draft."""
     shared: Places
-    """The tokens that followed at places of a grammar, in all requests with the same cache salt."""
+    """For each place of a grammar, the token that was sampled there last. All requests with the same cache salt share
+    this object. ``Places`` explains the word.
+    """
     places: Places = field(default_factory=Places)
-    """The tokens that followed at places of a grammar, in this request."""
+    """The same for the tokens of this request alone."""
     chance: OwnChance = field(default_factory=OwnChance)
+    """The fraction of right drafts among those that ``index`` found."""
     num_known: int = 0
-    """Number of the request's output tokens that the index of drafts contains."""
+    """Number of the request's output tokens that ``index`` contains."""
     draft: Draft = _NO_DRAFT
     """The guesses of the next tokens. They are compared with the sampled tokens even if they are not offered to the
     scheduler.
@@ -56,7 +60,9 @@ class _Track:
     builder: DraftBuilder | None = None
     """Extends ``draft`` if the request has a constraint. None after the drafts were offered."""
     budget: BuildBudget = field(default_factory=BuildBudget)
+    """Limits the time for building drafts under the request's constraint."""
     model: ModelTrack = field(default_factory=ModelTrack)
+    """The drafts of the draft model for this request."""
     follows_text: bool = False
     """True if the last draft that was offered came from earlier tokens. The next draft is expected to do so, too."""
 
@@ -72,16 +78,17 @@ class _Track:
         return len(self.draft.token_ids)
 
     def note_place(self, place: int | None, token_id: int) -> None:
-        """Records the token that followed at a place of the grammar."""
+        """Records the token that was sampled at a place of the grammar. ``place`` is None where the text is free."""
         if place is not None:
             self.places.note(place, token_id)
             self.shared.note(place, token_id)
 
     def guess_at(self, place: int | None) -> list[tuple[int, int]]:
-        """Returns the token that followed at a place of the grammar, and ``REPEATED`` or ``SEEN``.
+        """Returns a guess for a place of the grammar: the token that was sampled there last, and ``REPEATED`` or
+        ``SEEN``.
 
-        The request's own text goes before that of other requests. Returns an empty list for a new place and for free
-        text.
+        Looks in the text of this request first, then in the text of other requests. Returns an empty list if the place
+        is new or the text is free.
         """
         known = None if place is None else self.places.guess(place) or self.shared.guess(place)
         return [] if known is None else [(known.token_id, REPEATED if known.is_repeated else SEEN)]

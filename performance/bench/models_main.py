@@ -32,8 +32,8 @@ START_TIMEOUT_S = 600.0
 MAIN, NAME = "llama_tiny", "measured"
 MIB = 1024 * 1024
 SETTLE_INTERVAL_S, SETTLED_LOOKS, SETTLE_LIMIT_S = 1.0, 3, 120.0
-"""Looks at the memory are the interval apart. The memory counts as settled after this number of looks in a row with the
-same size within a MiB, or after the limit.
+"""The memory is measured every ``SETTLE_INTERVAL_S`` seconds. It counts as settled after ``SETTLED_LOOKS`` consecutive
+changes of less than 1 MiB, or after ``SETTLE_LIMIT_S`` seconds.
 """
 _PARTS = {"Pss_Anon": "anonymous memory", "Pss_File": "files", "Pss_Shmem": "shared memory"}
 """Parts of the proportional set size in ``/proc/PID/smaps_rollup``, and their names in the output."""
@@ -107,7 +107,9 @@ def _answer(server: Endpoint, model: str) -> None:
 
 
 def _settled_memory() -> dict[str, int]:
-    """Returns the memory when it no longer grows. An agent without a step allocates the rest of its KV cache."""
+    """Waits until the memory no longer grows, and returns it. It grows for some time, because agents allocate most of
+    their KV cache after their start, while they have no steps.
+    """
     until, memory = time.monotonic() + SETTLE_LIMIT_S, _memory()
     num_equal = 0
     while num_equal < SETTLED_LOOKS and time.monotonic() < until:
@@ -118,11 +120,10 @@ def _settled_memory() -> dict[str, int]:
 
 
 def _memory() -> dict[str, int]:
-    """Returns the proportional set size of the server and of all agents, in bytes: anonymous memory, files, shared
-    memory.
+    """Returns the memory of the server process and of its agents in bytes, by process and kind of memory.
 
-    A page that several processes share counts once in total. If programs outside the server also map a library, only a
-    part of its pages counts.
+    The kinds are anonymous memory, files and shared memory. The sizes are proportional set sizes: if n processes map a
+    page, each of them counts 1/n of it. So a page that only the server and its agents map counts once in the sum.
     """
     found: dict[str, int] = {}
     for process in psutil.Process().children(recursive=True):

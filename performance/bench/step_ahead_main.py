@@ -153,11 +153,21 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device-ms", type=float, default=8.0, help="time of a launch on the device (default 8)")
     parser.add_argument("--host-ms", type=float, default=3.0, help="time of a step on the host (default 3)")
     parser.add_argument("--steps", type=int, default=200, help="number of measured steps (default 200)")
-    parser.add_argument("--limit", type=float, default=1.04, help="largest period / device time (default 1.04)")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=1.04,
+        help="the program fails if the period is longer than this multiple of the device's time (default 1.04)",
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="temperature of all sequences (default 0)")
     parser.add_argument("--top-k", type=int, default=50, help="top_k of all sequences with a temperature (default 50)")
     parser.add_argument(
-        "--wrong-every", type=int, default=0, metavar="N", help="every Nth launch of draws is wrong (default 0: none)"
+        "--wrong-every",
+        type=int,
+        default=0,
+        metavar="N",
+        help="let the device draw wrong tokens in every Nth step, which causes a second launch of the next step; needs "
+        "--temperature (default 0: never)",
     )
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="number of agents (default 1)")
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)

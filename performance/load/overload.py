@@ -6,17 +6,17 @@ the request rate with the largest goodput, the rate of the peak. It doubles the 
 the rate. Then it measures several rates around this goodput.
 
 The largest of several measured goodputs is too large on average, because chance has raised it. So the search only
-finds the rate. Then ``--rounds`` rounds follow, each with three loads of ``--duration`` seconds:
+finds the rate. Then --rounds rounds follow, each with three loads of --duration seconds:
 
-  peak      the goodput at the rate of the peak, measured again
-  overload  the goodput and the latencies while four heavy keys and the light keys send requests. Together the heavy
-            keys send ``--factor`` times the rate of the peak. Three of them exceed their quotas. The fourth has no
-            quota; its requests are refused when the queue is full
-  alone     the latencies of the light keys without any other load, with the same requests as under overload
+  peak      One key sends requests at the rate of the peak. Measures the goodput again.
+  overload  Four heavy keys and the light keys send requests. Measures the goodput and the latencies. Together the
+            heavy keys send --factor times the rate of the peak. Three of them exceed their quotas. The fourth has no
+            quota, so its requests are refused only if the queue of waiting requests is full.
+  alone     Only the light keys send requests, the same ones as under overload. Measures their latencies.
 
-The order changes with every round. The load ``alone`` always follows the overload. The server keeps batch rows free for
-light keys for 30 seconds after an overload, and a peak in this time would be too low. The program also measures the
-memory of all processes of the server, before and during the overload.
+The peak is the first load in every second round, and the last load in the others. The load "alone" always follows the
+overload. The server keeps batch rows free for light keys for 30 seconds after an overload, and a peak that is measured
+in this time would be too low. The program also measures the memory of all processes of the server during the overload.
 
 There are four goals. The exit code is 1 if one of them is missed:
 
@@ -38,7 +38,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -391,21 +391,26 @@ def _rates(text: str) -> tuple[float, ...]:
     return tuple(positive(part) for part in text.split(","))
 
 
+_OPTIONS: tuple[tuple[str, Callable[[str], Any], Any, str, str], ...] = (
+    ("--rates", _rates, None, "R,R", "request rates among which the peak is (default: the program finds them)"),
+    ("--peak-duration", positive, 20.0, "S", "seconds at each rate of the search for the peak (default %(default)s)"),
+    ("--factor", positive, 10.0, "F", "rate of the heavy keys, as a multiple of the peak's rate (default %(default)s)"),
+    ("--rounds", parse_count, 3, "N", "number of rounds of three loads (default %(default)s)"),
+    ("--duration", positive, 30.0, "S", "seconds of each load of a round (default %(default)s)"),
+    ("--light-share", positive, 0.05, "F", "rate of the light keys, as a fraction of the peak's (default %(default)s)"),
+    ("--warm-up-rate", positive, 10.0, "R", "requests/s of the warm-up and of the first search (default %(default)s)"),
+    ("--prompt-len", parse_range, (128, 384), "A:B", "tokens of a prompt, from A to B (default 128:384)"),
+    ("--output-len", parse_range, (32, 128), "A:B", "tokens of an output, from A to B (default 32:128)"),
+    ("--max-waiting", int, 64, "N", "maximum number of requests in the server's queue (default %(default)s)"),
+    ("--slo-ttft-ms", positive, 1000.0, "MS", "objective of the time to first token (default %(default)s)"),
+    ("--slo-tpot-ms", positive, 100.0, "MS", "objective of the mean time per output token (default %(default)s)"),
+    ("--seed", int, 0, "N", "seed of prompts, lengths and arrival times (default %(default)s)"),
+)
+"""The options of the program: name, type, default, name of the value in the help, and help text."""
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser(__doc__, "llama_tiny_cpu.yaml", starts_servers=True)
-    parser.add_argument("--rates", type=_rates, metavar="R,R", help="to find the peak (default: from the throughput)")
-    parser.add_argument("--peak-duration", type=positive, default=20.0, help="seconds at each rate")
-    parser.add_argument("--factor", type=positive, default=10.0, help="times the peak's rate (default %(default)s)")
-    parser.add_argument("--rounds", type=parse_count, default=3, help="rounds of three loads (default %(default)s)")
-    parser.add_argument(
-        "--duration", type=positive, default=30.0, help="seconds of each load of a round (default %(default)s)"
-    )
-    parser.add_argument("--light-share", type=positive, default=0.05, help="light keys' rate / peak's rate")
-    parser.add_argument("--warm-up-rate", type=positive, default=10.0, help="requests/s before the first measurement")
-    parser.add_argument("--prompt-len", type=parse_range, default=(128, 384), metavar="A:B")
-    parser.add_argument("--output-len", type=parse_range, default=(32, 128), metavar="A:B")
-    parser.add_argument("--max-waiting", type=int, default=64, help="maximum of waiting requests (default %(default)s)")
-    parser.add_argument("--slo-ttft-ms", type=positive, default=1000.0, help="objective (default %(default)s)")
-    parser.add_argument("--slo-tpot-ms", type=positive, default=100.0, help="objective (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
+    for name, kind, default, metavar, text in _OPTIONS:
+        parser.add_argument(name, type=kind, default=default, metavar=metavar, help=text)
     return parser

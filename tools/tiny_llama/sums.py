@@ -10,14 +10,19 @@ OWNERS = ("Anna", "Tom", "Lily", "Max", "Sara", "Ben", "Mia", "Leo")
 
 
 def ask_sum(rng: random.Random, x: int, sign: str, y: int, operation: str, answer: int) -> Fact:
-    """Returns a question for the result of a calculation, written as ``7 + 5`` or with a word (``7 plus 5``)."""
+    """Returns a question such as "What is 7 + 5?" or "How much is 7 plus 5?", and its answer.
+
+    ``sign`` is ``+``, and ``operation`` is the word for it, ``plus``.
+    """
     expression, words = f"{x} {sign} {y}", f"{x} {operation} {y}"
     again = rng.choice((expression, words))
     return make_fact(rng, "sum", expression=expression, words=words, answer=answer, again=again)
 
 
 def addition(rng: random.Random) -> Fact:
-    """Returns a question that asks for a sum, usually of one digit, sometimes up to 99."""
+    """Returns a question that asks for the sum of two numbers. In about half of the questions, both numbers are at most
+    10. In the others, the sum is at most 99.
+    """
     if rng.random() < 0.55:
         x, y = rng.randint(0, 10), rng.randint(0, 10)
     else:
@@ -27,14 +32,14 @@ def addition(rng: random.Random) -> Fact:
 
 
 def subtraction(rng: random.Random) -> Fact:
-    """Returns a question that asks for a difference that is not negative."""
+    """Returns a question that asks for the difference of two numbers. The result is at least 0."""
     x = rng.randint(0, 20) if rng.random() < 0.6 else rng.randint(10, 99)
     y = rng.randint(0, min(x, 10)) if rng.random() < 0.7 else rng.randint(0, x)
     return ask_sum(rng, x, "-", y, "minus", x - y)
 
 
 def multiplication(rng: random.Random) -> Fact:
-    """Returns a question that asks for a product up to 10 x 10."""
+    """Returns a question that asks for the product of two numbers from 0 to 10."""
     x, y = rng.randint(0, 10), rng.randint(0, 10)
     return ask_sum(rng, x, rng.choice("**x"), y, "times", x * y)
 

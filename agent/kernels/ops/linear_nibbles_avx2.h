@@ -12,9 +12,9 @@
 
 namespace llmk::LLMK_ARCH {
 
-// Returns the address of the weights that a step reads for 8 columns, half of a vector of 16 columns. The argument
-// `half` counts the halves from vector v of the panel on. 0 and 1 are the halves of vector v, and 2 is the first half
-// of vector v + 1. Consecutive steps are 128 bytes apart.
+// Returns the address of the weights of 8 columns in one step. `w` is the address of the step. Consecutive steps are
+// 128 bytes apart. 8 columns are half of a vector of 16 columns. `half` counts these halves from vector v of the panel
+// on: 0 and 1 are the halves of vector v, and 2 is the first half of vector v + 1.
 LLMK_INLINE const uint8_t* half_at(const uint8_t* w, int64_t half_bytes, int v, int half) {
   const int vector = v + half / 2;
   return w + vector / 2 * half_bytes + vector % 2 * 64 + half % 2 * 32;
@@ -51,8 +51,9 @@ struct NibbleStep {
   static constexpr int64_t kSteps = 4;
   static constexpr int columns(int rows) { return rows == 1 ? 2 : 1; }
 
-  // Prefetches the cache lines of one step. Their number is kLines, which linear_tiles.h explains. The tile calls this
-  // function only in its first pass over the steps, because later passes read the same weights again.
+  // Prefetches weights during one step. linear_tiles.h explains kLines: with 4, these are weights that this tile reads
+  // later. With 1 or 2, they are cache lines at `next`, for later tiles. sum() calls this function only in its first
+  // pass over the steps, because its other passes read the same weights again.
   template <int C, int kLines>
   LLMK_INLINE void fetch(const uint8_t* step, int64_t half_bytes, int v, const uint8_t* next) {
     if (kLines == 4) {
@@ -63,9 +64,11 @@ struct NibbleStep {
     if (kLines == 2) __builtin_prefetch(next + 64, 0, 2);
   }
 
-  // Adds the products of R rows and C vectors to `total`. This is the loop of sum_steps() for 4-bit weights;
-  // linear_tiles.h explains the arguments. One pass over the steps sums H halves of vectors. After every kSteps steps,
-  // the 16-bit sums are added to the 32-bit sums.
+  // Multiplies R rows of activations by C vectors of 16 columns over all steps, and adds the products to `total`. This
+  // is the loop of sum_steps() for 4-bit weights; linear_tiles.h explains the arguments.
+  //
+  // There may be more sums than registers. So each pass of the outer loop runs over all steps, but only for H groups of
+  // 8 columns. After every kSteps steps, it adds the 16-bit sums to the 32-bit sums in `total`.
   template <int R, int C, int kLines>
   LLMK_INLINE void sum(const uint8_t* w, int64_t half_bytes, int v, const X* x, int64_t x_stride, int64_t steps,
                        const uint8_t* next, Ints (&total)[R][C]) {

@@ -1,7 +1,10 @@
-// Locates the keys and values of one partition of a sequence, and converts them to the panels of paged_units.h.
+// Prepares the keys and values of one partition (at most 256 consecutive positions of a sequence) for the products of
+// attention. Finds their addresses in the KV cache, and packs them into panels. A panel is the layout from which the
+// products read keys or values (paged_units.h).
 //
-// A cache of 4-byte units already has the layout of the panels (rotary_attention.h), so the products read it directly.
-// Only FloatForm copies these units and widens their elements to floats.
+// Some caches already have this layout: they store two bfloat16 or four int8 elements as one unit of 4 bytes
+// (cache_has_units in rotary_attention.h). Then nothing is packed, and the products read the cache itself. Only
+// FloatForm, which multiplies floats, converts the elements of these units to floats in a panel.
 #pragma once
 #include "rotary_attention.h"
 
@@ -10,13 +13,13 @@
 
 namespace llmk::LLMK_ARCH::paged {
 
-// Where the cache holds the keys [begin, begin + count) of a sequence, and their values. `values` has the byte offset
-// of each key in the key cache, which is also the offset of its value in the value cache. The offsets are for kv head
-// 0.
+// The places in the cache of the keys at positions [begin, begin + count) of a sequence, and of their values. `values`
+// has the byte offset of each key in the key cache, for kv head 0. The value of the same position has the same offset
+// in the value cache.
 struct PagedTile {
   int64_t begin, count;
   int64_t values[kPartition];
-  int64_t scales[kPartition];  // only set for int8 caches
+  int64_t scales[kPartition];  // byte offset of the scale of each key; only set for int8 caches
 };
 
 // Finds the places of the keys and values at positions [begin, end) of a sequence, at most one partition.
