@@ -73,11 +73,11 @@ struct ExpertJob {
 struct PieceMemory {
   char* normed;    // results of the norm: [rows, width] of dtype
   float* floats;   // `normed`, converted to float32
-  float* logits;   // [rows, experts]
-  float* weights;  // [rows, chosen]
-  int32_t* ids;
-  int64_t* starts;  // [experts + 1]
-  int64_t* place;   // [rows * chosen]
+  float* logits;   // results of the router: [rows, experts]
+  float* weights;  // weight of each chosen expert: [rows, chosen]
+  int32_t* ids;    // chosen experts: [rows, chosen]
+  int64_t* starts;  // [experts + 1], see group_by_expert()
+  int64_t* place;   // [rows * chosen], see group_by_expert()
   char* grouped;    // `normed` rows in the order of their experts: [rows * chosen, width] of dtype
   char* inner;      // results of the gated activation: [rows * chosen, inner] of dtype
   float* outputs;   // outputs of the experts: [rows * chosen, width]

@@ -16,8 +16,8 @@ from llm_serving.model.parallel import Span
 
 
 def stored_parts(parts: Iterable[WeightPart]) -> list[WeightPart]:
-    """Returns the tensors of the checkpoint that must be read for ``parts``, each only once. For a part that is some
-    rows of a larger tensor, this is the larger tensor.
+    """Returns the tensors of the checkpoint that must be read for ``parts``. If a part consists of rows of a larger
+    tensor, the result has the larger tensor. Each tensor occurs only once.
     """
     found = {}
     for part in parts:

@@ -42,7 +42,7 @@ LARGEST_SHARE = 4
 """A light key has at most ``1 / LARGEST_SHARE`` of the requests of the tenant with the most requests."""
 
 MEMORY_S = 30.0
-"""Seconds for which the reserve is kept after a light key had a request."""
+"""Seconds for which batch rows and blocks stay free for light keys after the last request of a light key."""
 
 RESERVED_ROWS_SHARE = 16
 RESERVED_BLOCKS_SHARE = 32

@@ -21,7 +21,8 @@ _ALL = 0x7FFFFFFF
 _SIZE_WORD = 2
 """Index of the first size in a flag line, in 32-bit words.
 
-A flag line has two sizes: of the latest data that the counter announced with an even value, and with an odd value.
+A flag line has the sizes of the data that its counter announced with the last two values. The size for the even value
+comes first, then the size for the odd value.
 """
 _LIBC = ctypes.CDLL(None, use_errno=True)
 

@@ -253,7 +253,9 @@ class HandOvers(BlockMover):
 
     @property
     def _piece(self) -> int:
-        """Maximum number of arriving blocks of the next step. If no other sequence runs, the step may copy them all."""
+        """Maximum number of blocks that the next step copies for an arriving sequence. While other sequences run, it is
+        small, because their next step waits for the copies.
+        """
         max_moves, block_s = self._state.limits.max_moves, self._move.seconds_per_unit
         if len(self._state.running) == 1:
             return max_moves

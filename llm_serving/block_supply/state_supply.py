@@ -41,10 +41,11 @@ class _Saves(Stateful):
         self.is_sent = False
         """True if the sequence's first step was sent."""
         self.wanted: list[int] = []
-        """The numbers n of the states that later prefill steps will save, in ascending order."""
+        """The numbers n of the states that prefill steps must still save and that no step in flight saves, ascending.
+        """
         self.awaited: list[int] = []
-        """The numbers n of the states that later prefill steps or steps in flight save, in ascending order. Other
-        sequences may wait for these states.
+        """The numbers n in ``wanted`` and of the states that steps in flight save, ascending. Other sequences may wait
+        for these states.
         """
         self.saved: list[tuple[int, int]] = []
         """(n, snapshot) of the states that prefill steps in flight save."""
@@ -211,7 +212,9 @@ class StateSupply(PrefixSupply, Stateful):
             saves.resumed = -1
 
     def _await_less(self, sequence: Sequence, saves: _Saves, num_left: int) -> None:
-        """Records that only the last ``num_left`` of a sequence's awaited states will still be saved."""
+        """Removes all but the last ``num_left`` of the states for which other sequences may wait. The removed ones have
+        been saved, or no step will save them.
+        """
         done = saves.awaited[: len(saves.awaited) - num_left]
         saves.awaited = saves.awaited[len(done) :]
         self._awaited -= Counter(_hashes(sequence, done))

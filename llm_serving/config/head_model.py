@@ -21,7 +21,9 @@ _METHOD, _MODEL = "speculative_config.method", "speculative_config.model"
 _ARCHITECTURE = "LlamaForCausalLM"
 """Name of the architecture of an EAGLE-3 head, for models of every family: its layer is a Llama layer."""
 _LEAST_LAYERS = 4
-"""Minimum number of the model's layers, so that the hidden states for an EAGLE-3 head exist."""
+"""Minimum number of layers of a model with an EAGLE-3 head. ``_eagle_layers`` names layers from whose outputs the head
+makes drafts. With fewer layers, the last of them would not exist.
+"""
 _UNSUPPORTED_FLAGS = ("norm_before_residual", "tie_word_embeddings", "bias", "mlp_bias")
 _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 

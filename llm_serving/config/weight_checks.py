@@ -122,9 +122,9 @@ def _has_mlps(shape: ModelShape) -> bool:
 
 
 def _refuse_wide_groups(raw: RawConfig, config: Config, fewest: int) -> None:
-    """Raises ConfigError, because a quantisation group has at least as many inputs as a linear layer.
+    """Raises ConfigError: the quantisation groups have too many inputs. A group must be smaller than each linear layer.
 
-    ``fewest`` is the smallest number of inputs that a layer has in one agent.
+    ``fewest`` is the number of inputs of the smallest layer in one agent.
     """
     group, agents = config.shard_group, config.parallel_config.tensor_parallel
     whose = "the inputs of every layer with native operators" if agents == 1 else "an agent's inputs of every layer"

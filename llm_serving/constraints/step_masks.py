@@ -65,7 +65,10 @@ class StepMasks:
         self._newest: dict[Request, int] = {}
         """For each constrained request: the number of the latest step in flight that samples a token for it."""
         self._waiting: dict[int, list[tuple[_Pending, int, Request]]] = {}
-        """By the number of a step: the masks that need its result, as (masks of their own step, index, request)."""
+        """The masks that cannot be computed before the result of an earlier step, by the number of this earlier step.
+
+        An element is (all masks of the later step, index of the missing mask, its request).
+        """
 
     @property
     def in_use(self) -> bool:

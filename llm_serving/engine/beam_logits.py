@@ -15,7 +15,7 @@ class _Tree:
     """The tokens of all beams of one search. Beams that begin with the same tokens share them.
 
     The tokens and their alternatives are in arrays. If they were Python objects, the end of a search would free all of
-    them in one call, and garbage collections would visit them (see ``LogitColumns``).
+    them in one call. Garbage collections would visit them, too (see ``LogitColumns``).
     """
 
     def __init__(self, num_top: int) -> None:

@@ -94,7 +94,7 @@ class EngineCore:
         self.state = EngineState.STARTING if standby is None else EngineState.READY
         self.stop_reason = ""
         self.ended = False
-        """True if the loop has ended and may ignore new commands. Check this attribute after ``submit``."""
+        """True if the loop has ended. It may then ignore a command, so callers check this after ``submit``."""
         self._front = front
         self._router = front if isinstance(front, Router) else None
         self._log = log

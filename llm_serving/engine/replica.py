@@ -277,7 +277,7 @@ class Replica:
             return
         self._metrics.host_overhead(clock() - now if len(self._sent) == sent else 0.0)
         for _ in range(completed - 1):
-            self._metrics.host_overhead(0.0)  # behind each earlier result a step was queued, so the device did not wait
+            self._metrics.host_overhead(0.0)  # the agent already had the next step, so the device did not wait
 
     def note_preemptions(self) -> None:
         """Reports the preemptions since the last call to the metrics."""

@@ -30,8 +30,8 @@ prediction, the limit uses the longest step so far, and processor time is not li
 """
 
 ASLEEP_LOOKS = 4
-"""Number of consecutive checks after which ``SilentAgents`` expects no reply any more. In each of these checks, all
-threads of the agents and of their children were asleep.
+"""If all threads of the agents and of their children sleep in this number of consecutive checks, ``SilentAgents``
+expects no reply any more.
 """
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 """Length of a clock tick in seconds. Linux counts processor time in these ticks."""

@@ -54,9 +54,10 @@ class Journal:
         self._requests = KnownRequests(names, self._forget_number)
         self._has_pseudonyms = names is not None
         self._sent: dict[int, ScheduledStep] = {}
-        """Steps in flight by number.
+        """The steps in flight, by number.
 
-        After a run of undisturbed decoding, the value of each step of the run is the latest step of the run.
+        The steps of a run of undisturbed decoding are equal for this class. So the journal stores only the latest step
+        of the run, under the number of each of its steps that are in flight.
         """
         self._steps = StepWriter()
         self.decode_log = DecodeLog(self._scheduler.counts, _MAX_ITERATIONS)

@@ -14,7 +14,7 @@ from llm_serving.model.gated_delta import MAX_DELTA_DIM, MAX_DELTA_HEADS, MAX_TA
 
 QWEN3_NEXT, QWEN35, QWEN35_MOE = "qwen3next", "qwen35", "qwen35moe"
 HYBRIDS = (QWEN3_NEXT, QWEN35, QWEN35_MOE)
-"""llama.cpp's names of the hybrid architectures."""
+"""llama.cpp's names of the hybrids: architectures with layers of linear attention and layers of full attention."""
 TILED = (QWEN35, QWEN35_MOE)
 """The architectures whose GGUF files have another order of value heads than the publisher's checkpoint.
 

@@ -35,7 +35,9 @@ MAX_PLACE_BYTES = 8192
 MAX_ERROR_BYTES = 1024
 _LENGTH = struct.Struct("<I")
 _PROGRESS = struct.Struct("<II")
-"""Number of blocks read so far, and the bytes of an error text. The text is empty while there is no error."""
+"""A reply of the receiver: the number of blocks that it has read so far, and the length of an error text in bytes. The
+length is 0 if there is no error.
+"""
 
 
 class BlockReader(Protocol):

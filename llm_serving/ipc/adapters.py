@@ -140,7 +140,7 @@ class AdapterMemory(NamedSegment):
         return view.reshape(rows, columns)
 
     def close(self) -> None:
-        """Removes the segment's name. The mapping ends when no view of it is left."""
+        """Removes the segment's name. Its memory is freed when no array refers to it any more."""
         self.unlink()
 
 

@@ -14,7 +14,7 @@ from llm_serving.ipc.messages import LongText, ShortText, UInt
 
 
 class RayMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
-    """Base of all messages."""
+    """The base class of the messages between a server and its Ray driver."""
 
 
 class Placement(RayMessage, frozen=True, tag="placement"):

@@ -152,9 +152,9 @@ class KVCacheManager:
     def free(self, block_table: list[int], chain: PrefixChain | None = None) -> None:
         """Removes one hold from all blocks of a block table.
 
-        Blocks that are committed to the prefix cache stay cached. Blocks of ``chain`` that were announced but not
-        computed are no longer announced. The chain stays valid for the sequence's next start. The list ``block_table``
-        is not changed, but the caller must not use it again.
+        Blocks that are committed to the prefix cache stay cached. Blocks of ``chain`` that no step has computed yet are
+        withdrawn, so that no other sequence waits for them. The chain stays valid for the sequence's next start. The
+        list ``block_table`` is not changed, but the caller must not use it again.
         """
         (self._contiguous or self._pool).free(block_table)
         if chain is not None:

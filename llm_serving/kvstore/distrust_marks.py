@@ -1,11 +1,11 @@
-"""Marks in a shared folder. With a mark, a server tells other machines that its blocks may have wrong values.
+"""Marks in a shared folder. A mark shows other machines that the blocks of a server may have wrong values.
 
     FOLDER/<namespace>/distrusted/<writer>    a mark: an empty file
 
 A writer is a number that a server draws at random when it opens the folder. Each block that the server writes contains
 this number. If a self-check fails, the server makes a mark with its number, removes its blocks and draws a new number.
-After a look at the marks, no machine uses blocks of a marked writer. A machine that has read such blocks before has a
-doubt: the blocks that it has computed since then may be wrong, too.
+After its next look at the marks, no machine uses blocks of a marked writer. A machine that has read blocks of this
+writer before has a doubt. The blocks that it has computed since then may be wrong, too.
 
 Making a file is atomic, also on network file systems, and no machine removes marks. So each machine sees every mark at
 its next look. If a mark cannot be made, for example in a full folder, the server tries again with each look.

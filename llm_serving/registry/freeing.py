@@ -13,7 +13,8 @@ LARGE_BYTES = 1 << 20
 MAX_FREE_BYTES = 1 << 20
 """Maximum free bytes at the end of a heap of the C library. If more are free, they return to the operating system."""
 TRIM_S = 5.0
-"""Seconds after a large request body until its memory is returned. The server has then tokenized or refused the body.
+"""Seconds from the arrival of a large request body until its memory is returned to the system. By then, the server has
+tokenized or refused the body.
 """
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Numbers of the parameters of ``mallopt`` in glibc's malloc.h."""

@@ -36,7 +36,7 @@ class PlannedModel:
 
     @property
     def adapter_names(self) -> frozenset[str]:
-        """Names of the LoRA adapters that the model has after each start."""
+        """Names of the LoRA adapters that the config lists. The model has them after each start."""
         entries = self.config.lora_config.adapters or ()
         return frozenset(entry.partition("=")[0].strip() for entry in entries)
 

@@ -219,7 +219,7 @@ class Lifecycle:
         return self.end_all([sequence], NOT_FINITE_ERROR, now)
 
     def _note_prefixes(self, flight: InFlightStep) -> None:
-        """Commits the tokens that a completed step has computed to the prefix cache."""
+        """After a completed step, adds the computed blocks of its prompts to the prefix cache."""
         step = flight.step
         for index in range(flight.first_chunk, len(flight.sequences)):
             sequence = flight.sequences[index]

@@ -1,21 +1,25 @@
 """Compares the time that the draft model takes with the time that its drafts save, and stops a draft model that loses.
 
-The expected gain of drafts may be wrong, for example after a change of the text. The balance counts what each step cost
-and gained, so it limits the loss whatever was expected.
+The expected gain of drafts may be wrong, for example after a change of the text. The balance adds up the measured costs
+and gains of each step. So it limits the loss even if the expectation is wrong.
 """
 
 from __future__ import annotations
 
 SHARE = 0.01
-"""Fraction of the time of plain steps that pays for losses of the draft model. It bounds the loss of a long run."""
+"""The debt falls by this fraction of the time of each plain step. So in a long run, the draft model loses at most this
+fraction of the time.
+"""
 STAKE_STEPS = 16
-"""Time that the draft model may lose after a trial until the next trial, in plain steps. Gains restore it."""
+"""The stake after a trial: the time of this number of plain steps."""
 
 
 class Balance:
-    """The loss of the draft model that plain steps must still pay for, and the loss that it may still make.
+    """Two accounts of the draft model, in seconds: its debt and its stake.
 
-    All times are seconds. A plain step verifies no drafts of the draft model and makes none.
+    The debt is the time that the draft model has lost and that gains or plain steps have not paid for yet. The stake is
+    the time that it may still lose before it must rest. A plain step verifies no drafts of the draft model and makes
+    none.
     """
 
     def __init__(self) -> None:
@@ -33,7 +37,7 @@ class Balance:
         return self._stake_s < 0.0
 
     def pay(self, plain_s: float) -> None:
-        """Pays for losses with a share of the time of a plain step."""
+        """Reduces the debt after a plain step, which took ``plain_s``."""
         self._debt_s = max(0.0, self._debt_s - SHARE * plain_s)
 
     def add(self, loss_s: float, plain_s: float) -> None:
@@ -46,5 +50,5 @@ class Balance:
         self._stake_s = min(self._stake_s - loss_s, STAKE_STEPS * plain_s)
 
     def renew_stake(self, plain_s: float) -> None:
-        """Lets the draft model lose a new stake. Call this method at the end of a trial."""
+        """Sets the stake to its full size. Call this method after each step of a trial, which costs no stake."""
         self._stake_s = STAKE_STEPS * plain_s

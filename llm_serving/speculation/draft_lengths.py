@@ -92,10 +92,10 @@ class DraftLengths:
             self._least_missed_s = min(missed_s, self._least_missed_s or missed_s)
 
     def _loss(self, step: ScheduledStep, draft_s: float, use: StepUse, plain_s: float) -> float:
-        """Returns the time by which the draft model made a step longer, less the time that its right drafts save.
+        """Returns the time that the draft model cost in a step, minus the time that its right drafts saved.
 
-        The draft model needs less time for a token than the model needs for a step. More time is a stall of the
-        machine, and does not count.
+        For each token, the draft model needs less time than a plain step. If it took longer, other programs delayed it.
+        So a longer time counts only as the time of a plain step.
         """
         loss_s = -use.num_gained * plain_s / max(1, step.num_seqs - step.num_drafts)
         if step.num_wanted:

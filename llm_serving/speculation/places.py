@@ -1,8 +1,8 @@
 """Guesses the next token where a grammar allows only a few tokens: the token that the model chose there last time.
 
 Between the forced keys and the free values of JSON, a grammar allows colons, commas, quotation marks and white space in
-several forms. A model usually writes the same form each time. A place is a position of the output with such a choice.
-Positions with the same set of allowed tokens are one place, even after another key or in another grammar.
+several forms. A model usually writes the same form each time. A place is a position of the output with one of these
+choices. Positions with the same set of allowed tokens are one place, even after another key or in another grammar.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class WaitingLine:
         self._blocked_us: dict[BlockReason, int] = {}
 
     def blocked(self, reason: BlockReason, by: Sequence[str], now: float) -> None:
-        """Records that the first request could not start. The time until the next attempt counts for ``reason``."""
+        """Records why the first request cannot start now. The time until the next attempt counts for ``reason``."""
         self.moved(now)
         self._reason, self._since = reason, microseconds(now)
         if by:

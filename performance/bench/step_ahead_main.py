@@ -84,9 +84,9 @@ class Measured:
     """The time from the end of the first step to the end of the last."""
 
     def device_steps(self) -> list[tuple[float, float]]:
-        """Returns, for each launch of a step, the seconds in which the device was busy, and the time of its end.
+        """Returns, for each launch of a step, the seconds for which it kept the device busy, and the time of its end.
 
-        They include the graphs of sampling that follow the step in the device's queue.
+        Sampling graphs that follow the step in the device's queue count as a part of the launch.
         """
         steps: list[tuple[float, float]] = []
         for each in self.periods:

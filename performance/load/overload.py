@@ -15,8 +15,9 @@ finds the rate. Then --rounds rounds follow, each with three loads of --duration
   alone     Only the light keys send requests, the same ones as under overload. Measures their latencies.
 
 The peak is the first load in every second round, and the last load in the others. The load "alone" always follows the
-overload. The server keeps batch rows free for light keys for 30 seconds after an overload, and a peak that is measured
-in this time would be too low. The program also measures the memory of all processes of the server during the overload.
+overload. The reason: the server keeps batch rows free for light keys for 30 seconds after an overload. A peak that is
+measured in this time would be too low. During the overload, the program also measures the memory of all processes of
+the server.
 
 There are four goals. The exit code is 1 if one of them is missed:
 

@@ -24,8 +24,10 @@ __all__ = [
 ]
 
 TOLERANCE = 0.04
-"""Maximum relative difference of two probes. On an idle machine probes repeat within 1 to 2 %. If the speed changes
-evenly between two probes, their mean is exact; otherwise it is wrong by at most half of the difference, 2 %."""
+"""Maximum relative difference between the machine's speed before a run and after it. A run counts with the mean of both
+speeds. If the speed changes evenly, this mean is exact. Otherwise it is wrong by at most half of the difference, 2 %.
+On an idle machine, two measurements of the speed differ by 1 to 2 %.
+"""
 OTHERS_TOLERANCE = 0.02
 """Maximum fraction of the cores' time that other processes may take. The probes do not see those processes. If they
 take one of two cores for one second of 25, all steps of that second wait. This changes the tail latencies."""

@@ -118,7 +118,7 @@ class Both:
 
 @dataclass(frozen=True)
 class Check:
-    """One of the sixty checks. ``promise`` is a sentence that says what is checked.
+    """One of the sixty checks. ``promise`` is a sentence with the property that is checked.
 
     A check measures one number, its figure. ``unit`` is the unit of this number, and ``limit`` its limit.
     """

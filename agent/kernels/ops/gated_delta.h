@@ -48,8 +48,8 @@ struct DeltaRun {
   struct {
     int32_t after, to;
   } saves[kDeltaSaves];
-  int32_t replayed;  // number of accepted drafts in the log of the state `read`, which the run replays first
-  int32_t settled;   // number of tokens after which the state `write` ends; the later tokens are drafts and are logged
+  int32_t replayed;  // number of accepted drafts in the log of the state `read`; the run first adds them to the state
+  int32_t settled;   // number of tokens that the state `write` includes; the later tokens are drafts and are logged
 };
 
 struct GatedDeltaArgs {

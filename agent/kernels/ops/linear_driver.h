@@ -316,7 +316,7 @@ static inline void for_panels(const LinearJob& job, const Task& task) {
   });
 }
 
-// Prefetches the parts of adapters for a panel, all at once, for tasks that do not prefetch them between their steps.
+// Prefetches the parts of adapters for a panel, all together, for tasks that do not prefetch them between their steps.
 static inline void fetch_adapters(const LinearJob& job, int64_t panel, int64_t row, int64_t row_end) {
   if (job.args.lora != nullptr) AdapterFetch(*job.args.lora, panel, row, row_end).fetch_all();
 }

@@ -14,7 +14,7 @@ namespace llmk::LLMK_ARCH {
 
 // Returns the address of the weights of 8 columns in one step. `w` is the address of the step. Consecutive steps are
 // 128 bytes apart. 8 columns are half of a vector of 16 columns. `half` counts these halves from vector v of the panel
-// on: 0 and 1 are the halves of vector v, and 2 is the first half of vector v + 1.
+// on. 0 and 1 are the halves of vector v, and 2 is the first half of vector v + 1.
 LLMK_INLINE const uint8_t* half_at(const uint8_t* w, int64_t half_bytes, int v, int half) {
   const int vector = v + half / 2;
   return w + vector / 2 * half_bytes + vector % 2 * 64 + half % 2 * 32;
@@ -52,8 +52,8 @@ struct NibbleStep {
   static constexpr int columns(int rows) { return rows == 1 ? 2 : 1; }
 
   // Prefetches weights during one step. linear_tiles.h explains kLines: with 4, these are weights that this tile reads
-  // later. With 1 or 2, they are cache lines at `next`, for later tiles. sum() calls this function only in its first
-  // pass over the steps, because its other passes read the same weights again.
+  // later. With 1 or 2, they are cache lines at `next`, for later tiles. Only the first pass of the loop calls this
+  // function, because the other passes read the same weights again.
   template <int C, int kLines>
   LLMK_INLINE void fetch(const uint8_t* step, int64_t half_bytes, int v, const uint8_t* next) {
     if (kLines == 4) {

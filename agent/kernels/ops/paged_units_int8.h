@@ -53,7 +53,7 @@ struct Int8Form {
 
   // Uses a polynomial of degree 4. Its error is about as large as the error of rounding the weight to 16 bits.
   static LLMK_MEMBER Vec power(Vec x) { return coarse_power_of_two<4>(x); }
-  // A query is stored as high * 2^7 + low with two int8 numbers. So its largest value is 127 * 2^7 + 63.
+  // A query is stored as high * 2^7 + low. `high` is at most 127 and `low` at most 63, so the largest query is 16319.
   static constexpr float kLargestQuery = 16319.0f;
   static constexpr float kLargestWeight = 65535.0f;
 

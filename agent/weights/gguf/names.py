@@ -22,13 +22,13 @@ configuration.
 """
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _SINKS = ".sinks"
-"""End of Hugging Face's name of attention sinks. In a GGUF file, their name ends in ``.weight``."""
+"""The last part of Hugging Face's name of attention sinks. In a GGUF file, their name ends in ``.weight``."""
 _CORRECTION = ".e_score_correction_bias"
-"""End of Hugging Face's name of the correction of DeepSeek's router."""
+"""The last part of Hugging Face's name of the correction of DeepSeek's router."""
 _HALVES = ("ffn_gate_exps.weight", "ffn_up_exps.weight")
 _BOTH_HALVES = "ffn_gate_up_exps.weight"
-"""Ends of the names of the tensors with the gates and ups of all experts of a layer. A file has the two tensors of
-``_HALVES`` (gates, ups), or the one tensor ``_BOTH_HALVES``.
+"""Last parts of tensor names. A file has the gates and the ups of all experts of a layer either in the two tensors
+``_HALVES``, or in one tensor, ``_BOTH_HALVES``.
 """
 _JOINED = (
     ("attn_q", "attn_q_a", "attn_k", "attn_v", "attn_kv_a_mqa"),

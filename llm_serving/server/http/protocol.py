@@ -215,7 +215,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._silent_bytes = 0
         self._is_discarding = False
         self._has_refused = False
-        """Whether a request that arrived with the present data was refused early."""
+        """True if a request in the bytes that are being processed was refused early."""
         self.channel_user: ChannelUser | None = None
         self.refusals: Refusals | None = None
 
