@@ -51,8 +51,8 @@ class Checkpoint:
     def check(self, expected: Sequence[WeightPart], ignorable: Iterable[str] = ()) -> None:
         """Raises CheckpointError unless the folder has exactly the ``expected`` tensors with their shapes.
 
-        Tensors whose names end in a text of ``ignorable`` may exist and are not read. The same holds for tensors whose
-        names begin with a text of ``ignorable`` that ends with ".".
+        ``ignorable`` lists parts of names of tensors that may exist and are not read. A part that ends with "." is the
+        beginning of these names. Any other part is their end.
         """
         self._parts = {part.name: part for part in expected}
         with self._with_folder_in_errors():
