@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -237,9 +238,10 @@ def pytest_collection() -> None:
     if worker == "gw0" or os.environ["LLM_TESTS_COMPILED"] == "1":
         return
     if worker in EARLY_FORK_SERVERS:
-        from support.forks import fork_server  # tests of the kernels alone run without its packages
+        with contextlib.suppress(Exception):  # a test that needs the fork server starts it again, and reports an error
+            from support.forks import fork_server  # tests of the kernels alone run without its packages
 
-        fork_server(EARLY_FORK_SERVERS[worker])
+            fork_server(EARLY_FORK_SERVERS[worker])
     until = time.monotonic() + time_limit(60.0)
     while not _collected().exists() and time.monotonic() < until:
         time.sleep(0.1)

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from llm_serving.executor.agent_process import Launch, launch_python
+from support import forks
 from support.forks import SHARED_FOLDER, ForkedProcess, fork_server, forked_agents, forked_program
 from support.processes import has_ended
 from support.small_configs import REPOSITORY
@@ -126,3 +127,19 @@ def test_a_fork_server_removes_the_zombie_of_a_process_that_nobody_waits_for(add
     while psutil.pid_exists(number):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_run_goes_on_without_an_early_fork_server(pytestconfig, monkeypatch):
+    conftest = pytestconfig.pluginmanager.get_plugin(str(REPOSITORY / "tests/conftest.py"))
+    tried = []
+
+    def fail(module):
+        tried.append(module)
+        raise AssertionError("the fork server does not start")
+
+    monkeypatch.setattr(forks, "fork_server", fail)
+    monkeypatch.setenv("LLM_TESTS_COMPILED", "0")
+    for worker in conftest.EARLY_FORK_SERVERS:
+        monkeypatch.setenv("PYTEST_XDIST_WORKER", worker)
+        conftest.pytest_collection()  # does not wait, because this process has collected the tests
+    assert tried == list(conftest.EARLY_FORK_SERVERS.values())
