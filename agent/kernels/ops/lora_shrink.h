@@ -73,8 +73,8 @@ class AdapterFetch {
   AdapterFetch() = default;
 
   // Prepares to prefetch the parts of B for `panel`, for the adapters of rows [row, row_end). Already prefetches the
-  // description of the next panel, which the next task of this thread reads first. Consecutive rows often have the same
-  // adapter, whose part is prefetched only once. Adapters beyond kMost are not prefetched.
+  // description of the next panel, which the next task of this thread reads first. The part of an adapter is prefetched
+  // only once, even if rows with other adapters are between its rows. Adapters beyond kMost are not prefetched.
   AdapterFetch(const LoraRows& lora, int64_t panel, int64_t row, int64_t row_end) {
     constexpr int64_t kVectors = 4;  // vectors of a panel
     const LoraWeight* before = nullptr;
@@ -87,7 +87,8 @@ class AdapterFetch {
       const LoraVector& last = vectors[kVectors - 1];
       const int64_t size = size_of(static_cast<DType>(weight->dtype));
       const char* b = static_cast<const char*>(weight->b);
-      parts_[count_++] = {b + vectors->begin * size, b + (last.begin + last.num_ranks * kLanes) * size};
+      const Part part{b + vectors->begin * size, b + (last.begin + last.num_ranks * kLanes) * size};
+      if (!has(part)) parts_[count_++] = part;
     }
   }
 
@@ -111,6 +112,14 @@ class AdapterFetch {
   struct Part {
     const char *at, *end;
   };
+
+  bool has(const Part& part) const {
+    for (int i = 0; i < count_; ++i) {
+      if (parts_[i].at == part.at) return true;
+    }
+    return false;
+  }
+
   Part parts_[kMost];
   int count_ = 0;  // number of parts with lines that are left
 };
