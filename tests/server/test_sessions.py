@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -13,7 +14,7 @@ from llm_serving.errors import CheckpointError
 from llm_serving.server.sessions import endpoints
 from support.access_keys import access_for, bearer
 from support.fake_engine import FakeEngine
-from support.http_server import running
+from support.http_server import http_request, running, wait_until
 from support.time_limits import time_limit
 
 BODY = {"Content-Type": "application/octet-stream"}
@@ -151,3 +152,27 @@ def test_only_a_few_exports_may_wait_for_the_digest_of_the_weights(server, tiers
             monkeypatch.setattr(endpoints, "_POLL_S", 0.001)
             future.set_result(None)
         assert [each.result() for each in waiting] == [(503, "weights_unknown")] * len(waiting)
+
+
+async def endless_pieces():
+    yield b"head"
+    await asyncio.Event().wait()  # stands for blocks that the agents do not deliver
+
+
+@pytest.mark.parametrize("place", ["weights", "file"])
+def test_an_export_ends_when_its_client_closes_the_connection(server, tiers, monkeypatch, place):
+    """Otherwise a few clients that have left would keep all others from exporting sessions."""
+    book = server.app.state.sessions
+    monkeypatch.setattr(endpoints, "_POLL_S", time_limit(60) / endpoints._MAX_POLLS)
+    if place == "weights":
+        tiers.read_identity = Future
+    else:
+        tiers.waits_for_nodes = False
+        monkeypatch.setattr(server.engine, "config", None, raising=False)
+        monkeypatch.setattr(endpoints, "SessionExport", lambda *arguments: SimpleNamespace(pieces=endless_pieces))
+    with server.raw(http_request("/v1/sessions/one", b"", method="GET")) as connection:
+        if place == "file":
+            assert connection.recv(12) == b"HTTP/1.1 200"
+        wait_until(lambda: book.num_transfers == 1)
+    wait_until(lambda: book.num_transfers == 0)
+    assert server.log.named("internal_error") == []

@@ -20,6 +20,7 @@ from llm_serving.server.errors import ClientGoneError, MediaTypeError, PayloadTo
 from llm_serving.server.fields.validation import clip, short
 from llm_serving.server.generation.scheduling import tenant_of, visit_of
 from llm_serving.server.http.body import drain_body, json_response
+from llm_serving.server.http.lifecycle import run_while_connected
 from llm_serving.server.models.lookup import served
 from llm_serving.server.sessions.errors import SessionsOffError, UnknownSessionError
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
@@ -53,8 +54,8 @@ async def _export(state: ServerState, request: Request) -> AnyResponse:
     state = await served(state, request, session.model)
     tiers, transfers = _tiers_of(state)
     state.check_ready()
-    with _transfer(state), state.active.this_task():
-        identity = await _identity(tiers, _POLLS_PER_GB)
+    with _transfer(state):
+        identity = await run_while_connected(state.active, request.receive, _identity(tiers, _POLLS_PER_GB))
     return _SessionFile(state, SessionExport(state.engine.config, identity, transfers, session).pieces(), session)
 
 
@@ -121,30 +122,34 @@ class _SessionFile:
     the KV cache in use.
 
     If the agents are lost, the response ends without its last chunk. So the client sees that the file is incomplete.
+    If the client closes the connection, the export ends at once, so that another one may begin.
     """
 
-    status_code = 200
-
     def __init__(self, state: ServerState, pieces: AsyncIterator[bytes], session: Session) -> None:
+        self.status_code = 200
         self._state = state
         self._pieces = pieces
         self._session = session
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request, name = Request(scope, receive), self._session.session_id
+        with _transfer(self._state):
+            try:
+                await run_while_connected(self._state.active, receive, self._send_file(send))
+            except ClientGoneError:
+                self.status_code = 499
+
+    async def _send_file(self, send: Send) -> None:
+        name = self._session.session_id
         disposition = f'attachment; filename="{name}.session"'.encode()
         headers = [(b"content-type", MEDIA_TYPE.encode()), (b"content-disposition", disposition)]
-        with _transfer(self._state), self._state.active.this_task():
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            try:
-                async for piece in self._pieces:
-                    if await request.is_disconnected():
-                        return
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-            except SessionChangedError as error:
-                self._state.log.warning(str(error), event="session_cut_off", session_id=name)
-                return
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            async for piece in self._pieces:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except SessionChangedError as error:
+            self._state.log.warning(str(error), event="session_cut_off", session_id=name)
+            return
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _check_right(request: Request) -> None:
@@ -221,7 +226,7 @@ async def _identity(tiers: KvTiers, polls_per_gb: int = 0) -> BlockIdentity:
     except (CheckpointError, OSError) as error:
         raise UnavailableError(f"Sessions are not possible now: {error}.", "weights_changed") from None
     num_polls -= int((time.monotonic() - begun) / _POLL_S)
-    for _ in range(max(1, num_polls)):  # a count, so that a pause of the server process does not use up the time
+    for _ in range(max(1, num_polls)):  # a pause of the server process during this loop counts as one poll
         if not tiers.waits_for_nodes:
             return identity
         await asyncio.sleep(_POLL_S)
