@@ -13,10 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llm_serving.errors import AgentError, ProtocolError
-from llm_serving.ipc.messages import Bias, Masks
-
-MASK_TIMEOUT_S = 30.0
-"""Maximum wait for the masks of a step. The server normally writes them while the step computes its logits."""
+from llm_serving.ipc.messages import MASK_TIMEOUT_S, Bias, Masks
 
 
 @dataclass(frozen=True, slots=True)

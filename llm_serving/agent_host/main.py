@@ -15,14 +15,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llm_serving.access.listening import bound_socket
-from llm_serving.agent_host.session import Session, greet
+from llm_serving.agent_host.session import Session
 from llm_serving.agent_host.settings import NodeSettings
 from llm_serving.cluster.channel import SecureChannel
 from llm_serving.cluster.dialling import read_listen_address
 from llm_serving.cluster.key import BLOCKS_PROTOCOL, EXCHANGE_PROTOCOL, HOST_BLOCKS_PROTOCOL, ClusterKey
-from llm_serving.cluster.messages import HANDSHAKE_TIMEOUT_S
+from llm_serving.cluster.messages import HANDSHAKE_TIMEOUT_S, Hello, Refused, Welcome, control, read_at_node
+from llm_serving.cluster.program import difference, own_program
 from llm_serving.errors import ConfigError, ProtocolError
 from llm_serving.ipc.segment import remove_leftovers
+from llm_serving.planning.machine import Machine
 
 EXIT_USAGE = 2
 DEFAULT_LISTEN = "127.0.0.1:7450"
@@ -128,6 +130,27 @@ class AgentHost:
             self._session = Session(channel, self._settings, note, self._key)
             self._session.run(self._stop_descriptor)
             self._session = None
+
+
+def greet(channel: SecureChannel, host: str, *, is_busy: bool) -> bool:
+    """Replies to the server's first message. If the node does not serve this server, sends the reason and returns
+    False.
+
+    Raises OSError and ProtocolError.
+    """
+    hello = read_at_node(channel.receive_one(HANDSHAKE_TIMEOUT_S))
+    if not isinstance(hello, Hello):
+        raise ProtocolError(f"the first message is {type(hello).__name__}; it must be Hello")
+    if (other := difference(hello.program, own_program())) is not None:
+        channel.send(control(Refused(other)))
+        return False
+    if is_busy:
+        channel.send(control(Refused("the node serves another link", is_busy=True)))
+        return False
+    machine = Machine.detect()
+    memory = machine.available_bytes, machine.available_from, machine.num_cores
+    channel.send(control(Welcome(own_program(), host, os.getpid(), *memory)))
+    return True
 
 
 def note(text: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import selectors
 import time
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from llm_serving.cluster import messages as link
 from llm_serving.cluster.channel import SecureChannel
 from llm_serving.cluster.key import ClusterKey
 from llm_serving.cluster.messages import BEAT, BEAT_S, NODE_PATIENCE_S, Carried
-from llm_serving.cluster.program import difference, own_program
 from llm_serving.config import Config
 from llm_serving.config.cluster_checks import is_loopback_host
 from llm_serving.errors import AgentError, AgentLostError, AgentStartError, ConfigError, ProtocolError
@@ -30,7 +28,6 @@ from llm_serving.ipc.messages import AgentMessage, StepDone, StepFailed, Unhealt
 from llm_serving.ipc.shm import SlotLayout
 from llm_serving.ipc.slot_contents import SlotContents
 from llm_serving.model.parallel import group_ranks
-from llm_serving.planning.machine import Machine
 
 if TYPE_CHECKING:
     from llm_serving.agent_host.adapters import NodeAdapters
@@ -100,6 +97,8 @@ class Session:
         self._contents: list[SlotContents] = []
         self._in_flight: dict[int, int] = {}
         """For each step slot in use: the number of agents that have not replied to its step yet."""
+        self._lacks_masks: set[int] = set()
+        """The step slots in use whose masks have not arrived yet."""
         self._last_result = self._last_data = 0.0
         self._is_quiet = False
         """The last value that ``_report_quiet`` has sent."""
@@ -148,7 +147,7 @@ class Session:
         if self._bridge_lost_at is not None and now >= self._bridge_lost_at and self.bridge is not None:
             raise AgentLostError(self.bridge.problem)
         if (look := self._next_look()) is not None and now >= look and self._group is not None:
-            self._group.look(now, self._last_sign, self._in_flight)
+            self._group.look(now, self._last_progress, self._in_flight, self._last_data)
 
     @property
     def _is_ready(self) -> bool:
@@ -158,19 +157,16 @@ class Session:
         return self._group is not None and (self._group.answers or not self._group.slots[slot].num_seqs)
 
     def _next_look(self) -> float | None:
-        return None if self._group is None or not self._in_flight else self._group.next_look(self._last_sign)
+        return None if self._group is None or not self._in_flight else self._group.next_look(self._last_progress)
 
     @property
-    def _last_sign(self) -> float:
-        """The time of the last result of an agent, or of the last data of the server or of another node of the group.
-
-        The agents may sleep because they wait for these data.
-        """
-        return max(self._last_result, self._last_data, 0.0 if self.bridge is None else self.bridge.last_update)
+    def _last_progress(self) -> float:
+        """The time of the last result of an agent, or of the last data of another node of the group."""
+        return max(self._last_result, 0.0 if self.bridge is None else self.bridge.last_update)
 
     def _report_quiet(self, group: AgentGroup) -> None:
         """Reports to the server when the agents become quiet or work again. Only the server knows all nodes."""
-        is_quiet = bool(self._in_flight) and group.is_quiet(self._last_sign)
+        is_quiet = bool(self._in_flight) and group.is_quiet(max(self._last_progress, self._last_data))
         if is_quiet != self._is_quiet:
             self._is_quiet = is_quiet
             self._send(link.control(link.Quiet(is_quiet)))
@@ -323,7 +319,7 @@ class Session:
 
     def _take_data(self, message: link.SendBlocks | link.LoadAdapter | link.AdapterPart | link.TilePart) -> None:
         """Passes a message to the object that has the memory for it. Raises ProtocolError if there is none."""
-        self._last_data = time.monotonic()  # the masks of a step may wait behind these data
+        self._excuse_sleep()
         if isinstance(message, link.SendBlocks) and self.handed_blocks is not None:
             self.handed_blocks.send(message)
         elif isinstance(message, link.TilePart) and self._tiles is not None:
@@ -334,6 +330,15 @@ class Session:
             self._adapters.receive(message)
         else:
             raise ProtocolError(f"the server sent {type(message).__name__}; {_NEEDED[type(message)]}")
+
+    def _excuse_sleep(self) -> None:
+        """Notes that data of the server arrive now, if agents may sleep because masks of their step wait behind them.
+
+        Agents wait at most ``MASK_TIMEOUT_S`` for masks. So data without end do not hide agents that hang.
+        """
+        now = time.monotonic()
+        if self._lacks_masks and now - self._last_progress < messages.MASK_TIMEOUT_S:
+            self._last_data = now
 
     def _report_sent(self) -> None:
         assert self.handed_blocks is not None
@@ -380,13 +385,16 @@ class Session:
             )
         if isinstance(message, messages.Masks):
             self._contents[slot].write_masks(contents)
-            self._last_data = time.monotonic()
+            self._excuse_sleep()
+            self._lacks_masks.discard(slot)
             return
         self._contents[slot].write_inputs(message.seq, contents)
         if not self._in_flight:
             self._last_result = time.monotonic()
         assert self._group is not None
         self._in_flight[slot] = len(self._group.links)
+        if self._group.slots[slot].num_masks:
+            self._lacks_masks.add(slot)
 
     def _shut_down(self) -> None:
         group, self._group = self._group, None
@@ -434,6 +442,7 @@ class Session:
             self._in_flight[message.slot] -= 1
             if not self._in_flight[message.slot]:
                 del self._in_flight[message.slot]
+                self._lacks_masks.discard(message.slot)
         if isinstance(message, messages.AdapterLoaded) and self._adapters is not None:
             self._adapters.note_reply(message.seq)
         self._send(link.carry(messages.encode(message), member, contents))
@@ -473,24 +482,3 @@ class Session:
         if self._part is not None and self._part.reserved is not None:
             self._part.reserved.close()
         self._selector.close()
-
-
-def greet(channel: SecureChannel, host: str, *, is_busy: bool) -> bool:
-    """Replies to the server's first message. If the node does not serve this server, sends the reason and returns
-    False.
-
-    Raises OSError and ProtocolError.
-    """
-    hello = link.read_at_node(channel.receive_one(link.HANDSHAKE_TIMEOUT_S))
-    if not isinstance(hello, link.Hello):
-        raise ProtocolError(f"the first message is {type(hello).__name__}; it must be Hello")
-    if (other := difference(hello.program, own_program())) is not None:
-        channel.send(link.control(link.Refused(other)))
-        return False
-    if is_busy:
-        channel.send(link.control(link.Refused("the node serves another link", is_busy=True)))
-        return False
-    machine = Machine.detect()
-    memory = machine.available_bytes, machine.available_from, machine.num_cores
-    channel.send(link.control(link.Welcome(own_program(), host, os.getpid(), *memory)))
-    return True

@@ -143,21 +143,24 @@ class AgentGroup:
                 waits_for_others=self._waits_for_others,
             )
 
-    def is_quiet(self, last_result: float) -> bool:
+    def is_quiet(self, last_sign: float) -> bool:
         """Returns True if all agents of this machine may only wait for agents on other machines, see ``Vitals``."""
-        return self._vitals is not None and self._vitals.is_quiet(last_result)
+        return self._vitals is not None and self._vitals.is_quiet(last_sign)
 
     def next_look(self, last_result: float | None) -> float | None:
         return None if last_result is None or self._vitals is None else self._vitals.next_look(last_result)
 
-    def look(self, now: float, last_result: float, slots: Iterable[int]) -> None:
-        """Raises AgentLostError if the agents will never complete their step, because they are stopped or hang."""
+    def look(self, now: float, last_result: float, slots: Iterable[int], last_data: float = 0.0) -> None:
+        """Raises AgentLostError if the agents will never complete their step, because they are stopped or hang.
+
+        For ``last_data`` see ``Vitals.look``.
+        """
         if self._vitals is None:
             return
         own, forecast_s = self.slots, None
         if not self._other_work.is_possible and not self._runs_operator_code:
             forecast_s = self._forecast.seconds(own[slot] for slot in slots)
-        reason = self._vitals.look(now, last_result, forecast_s, self._forecast.longest_s)
+        reason = self._vitals.look(now, last_result, forecast_s, self._forecast.longest_s, last_data)
         if reason is not None:
             raise AgentLostError(reason)
 

@@ -77,24 +77,30 @@ class Vitals:
         """
         return max(self._looked_at, last_result) + LOOK_EVERY_S
 
-    def is_quiet(self, last_result: float) -> bool:
+    def is_quiet(self, last_sign: float) -> bool:
         """Returns True if the agents have slept for longer than their step may take. They hang, or wait for agents on
         other machines.
 
-        ``last_result`` is the time of the last result, or of the last data from other machines.
+        ``last_sign`` is the time of the last result, or of the last data from other machines.
         """
-        return self._is_quiet and last_result < self._looked_at
+        return self._is_quiet and last_sign < self._looked_at
 
-    def look(self, now: float, last_result: float, forecast_s: float | None, longest_s: float) -> str | None:
+    def look(
+        self, now: float, last_result: float, forecast_s: float | None, longest_s: float, last_data: float = 0.0
+    ) -> str | None:
         """Returns the reason why the agents will never complete their step, or None if they may still complete it.
 
         ``forecast_s`` is the predicted time of the step. None means that it is unknown, for example because the agents
         compile a graph. Then a thread may compute for any time. ``longest_s`` is the time of the longest step so far.
+        ``last_data`` is the time of the last data that agents may await in their sleep. It does not excuse agents that
+        are stopped or compute.
         """
         if last_result >= self._looked_at:
-            self._stopped_since = self._asleep_since = None
+            self._stopped_since = None
             self._seconds_before = {}
             self._pauses.rest()
+        if max(last_result, last_data) >= self._looked_at:
+            self._asleep_since = None
         self._looked_at = now
         self._discount(self._pauses.look(now))
         threads = [_threads(pid) for pid in self._pids]

@@ -36,6 +36,9 @@ from llm_serving.errors import ProtocolError
 
 PROTOCOL_VERSION = 13
 NONCE_BYTES = 16
+MASK_TIMEOUT_S = 30.0
+"""Maximum wait of an agent for the masks of a step. The server normally writes them while the step computes its logits.
+"""
 
 UInt = Annotated[int, msgspec.Meta(ge=0)]
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]

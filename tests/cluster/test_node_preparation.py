@@ -6,8 +6,11 @@ The node sends signs of life meanwhile. It frees reserved memory that no run use
 from __future__ import annotations
 
 import dataclasses
+import os
 import selectors
+import signal
 import socket
+import subprocess
 import threading
 import time
 from types import SimpleNamespace
@@ -20,7 +23,8 @@ from llm_serving.agent_host.session import LinkEndedError, Session
 from llm_serving.agent_host.settings import NodeSettings
 from llm_serving.cluster import messages as link
 from llm_serving.cluster.channel import SecureChannel
-from llm_serving.errors import AgentStartError
+from llm_serving.errors import AgentLostError, AgentStartError
+from llm_serving.executor.vitals import STOPPED_S, Vitals
 from llm_serving.ipc import messages
 from support.small_configs import small_config
 from support.time_limits import time_limit
@@ -108,16 +112,83 @@ def test_a_node_reports_when_its_agents_begin_and_end_to_do_nothing(session):
     assert session.channel.sent == [link.control(link.Quiet(is_quiet)) for is_quiet in (True, False)]
 
 
-def test_data_of_the_server_are_a_sign_that_agents_only_wait(session):
+def give_step(node, num_masks):
+    """Gives the node a step in slot 0."""
+    node._group = SimpleNamespace(links=[1], slots=[SimpleNamespace(num_masks=num_masks, seq=0, num_seqs=1)])
+    write = SimpleNamespace(write_inputs=lambda seq, contents: None, write_masks=lambda contents: None)
+    node._contents = [write]
+    node._write(messages.Prefill(seq=0, slot=0), memoryview(b""))
+
+
+def test_data_of_the_server_excuse_agents_that_wait_for_masks(session):
     """On a slow network, the masks of a step may wait behind the tiles of the next one."""
     node, begun = session.it, time.monotonic()
     node._tiles = SimpleNamespace(write=lambda part: None)
+    give_step(node, num_masks=1)
     node._take_data(link.TilePart(0, 0, b"x"))
-    assert node._last_sign >= begun
+    assert node._last_data >= begun
     node._last_data = 0.0
-    node._contents, node._in_flight[0] = [SimpleNamespace(write_masks=lambda contents: None)], 1
     node._write(messages.Masks(seq=0, slot=0), memoryview(b""))
-    assert node._last_sign >= begun
+    assert node._last_data >= begun
+    node._last_data = 0.0
+    node._take_data(link.TilePart(0, 0, b"x"))
+    assert node._last_data == 0.0, "the masks have arrived"
+
+
+def test_data_of_the_server_do_not_excuse_a_step_without_masks(session):
+    node = session.it
+    node._tiles = SimpleNamespace(write=lambda part: None)
+    give_step(node, num_masks=0)
+    node._take_data(link.TilePart(0, 0, b"x"))
+    assert node._last_data == 0.0
+
+
+def test_the_masks_of_an_ended_step_excuse_nothing(session):
+    node = session.it
+    node._tiles = SimpleNamespace(write=lambda part: None)
+    give_step(node, num_masks=1)
+    node._pass_on(0, messages.StepFailed(seq=0, slot=0, error="refused"))
+    node._take_data(link.TilePart(0, 0, b"x"))
+    assert node._last_data == 0.0
+
+
+def test_data_of_the_server_excuse_agents_only_while_they_may_wait_for_masks(session, monkeypatch):
+    monkeypatch.setattr(messages, "MASK_TIMEOUT_S", 0.0)
+    node = session.it
+    node._tiles = SimpleNamespace(write=lambda part: None)
+    give_step(node, num_masks=1)
+    node._take_data(link.TilePart(0, 0, b"x"))
+    assert node._last_data == 0.0
+
+
+def send_parts(session, seconds):
+    """Sends the node a part of a tile before each look at its sources."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        session.channel.frames = [link.control(link.TilePart(0, 0, b"x"))]
+        session.channel.pair[1].send(b"x")
+        session.it._loop_once()
+
+
+@pytest.mark.parametrize("num_masks", [0, 1])
+def test_a_stopped_agent_is_found_while_the_server_sends_data(session, num_masks):
+    """The agent is a real process."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        try:
+            node, vitals = session.it, Vitals([process.pid], 0, may_sleep=False, min_sleep_s=link.NODE_PATIENCE_S)
+
+            def look(now, last_result, slots, last_data):
+                if (reason := vitals.look(now, last_result, 0.0, 0.0, last_data)) is not None:
+                    raise AgentLostError(reason)
+
+            node._tiles = SimpleNamespace(write=lambda part: None)
+            give_step(node, num_masks)
+            node._group.next_look, node._group.look = vitals.next_look, look
+            with pytest.raises(AgentLostError, match=r"was stopped \(SIGSTOP\)"):
+                send_parts(session, time_limit(STOPPED_S + 3.0))
+        finally:
+            process.kill()
 
 
 def test_a_node_sends_signs_of_life_while_it_reserves_memory(session, monkeypatch):

@@ -77,12 +77,25 @@ def test_agents_that_may_wait_for_other_machines_are_quiet_but_not_lost(asleep: 
     assert not agents.is_quiet(104.9)
 
 
-def test_an_agent_that_may_wait_for_other_machines_is_lost_if_it_computes_without_end() -> None:
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_data_excuse_agents_that_sleep_and_not_those_that_are_stopped(asleep: int, is_stopped: bool) -> None:
+    if is_stopped:
+        os.kill(asleep, signal.SIGSTOP)
+        _wait_for_state(asleep, "T")
+    agents = Vitals([asleep], 0, may_sleep=False)
+    reasons = [agents.look(100.0 + tick / 4, 99.0, 0.0, 0.0, 99.9 + tick / 4) for tick in range(20)]
+    assert (reasons[int(4 * STOPPED_S)] is not None) is is_stopped
+    assert is_stopped or reasons == [None] * 20
+
+
+@pytest.mark.parametrize("waits_for_others", [False, True])
+def test_an_agent_that_computes_without_end_is_lost(waits_for_others: bool) -> None:
+    """Data from other machines, which arrive between all looks, do not excuse it."""
     forecast_s = (0.05 - GRACE_S) / GRACE_STEPS  # for a limit of 0.05 s
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
-        agents, reason, now = Vitals([process.pid], 0, may_sleep=False, waits_for_others=True), None, 100.0
+        agents, now = Vitals([process.pid], 0, may_sleep=False, waits_for_others=waits_for_others), 100.0
         deadline = time.monotonic() + time_limit(20.0)
-        while (reason := agents.look(now, 99.0, forecast_s, 0.0)) is None and time.monotonic() < deadline:
+        while (reason := agents.look(now, 99.0, forecast_s, 0.0, now - 0.1)) is None and time.monotonic() < deadline:
             now += 0.25
             time.sleep(0.02)
         process.kill()

@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from llm_serving.executor import pauses, vitals
 from llm_serving.executor.agent_executor import AgentExecutor
@@ -54,9 +55,9 @@ class Steps:
         print("result" if is_completed else event, flush=True)
         return is_completed
 
-    def look(self, watch: Vitals, now: float, last_result: float, forecast_s: float | None, longest_s: float) -> object:
+    def look(self, watch: Vitals, *times: Any) -> object:
         """Replaces ``Vitals.look``: calls it, counts the calls after the pause, and pauses when the agent sleeps."""
-        reason = _look(watch, now, last_result, forecast_s, longest_s)
+        reason = _look(watch, *times)
         self._num_looks += self._was_paused
         if self._num_looks >= LOOKS_BEFORE_CONTINUE:
             self._continue_agent()
