@@ -36,13 +36,14 @@ def check_roles(raw: RawConfig, config: Config) -> None:
 
 
 def _head_fits(config: Config) -> bool:
-    """Returns True if there is no head, or if a layer of the head has blocks of the same size as one of the model.
+    """Returns True if there is no head, or if its arrays of the KV cache have blocks of the same size as the model's.
 
-    The blocks of all layers are handed over together, with one size.
+    A block of the hand-over pool has parts of one size, one for each array (``HandOverLayout``). A layer with latent
+    attention has one array, and other layers have two. So layers of equal size may have arrays of different sizes.
     """
     if config.draft is None or config.draft.head is None:
         return True
-    sizes = {config.kv_bytes_of(shape) // shape.num_cache_layers for shape in (config.shape, config.draft.shape)}
+    sizes = {config.kv_bytes_of(shape) // shape.num_cache_arrays for shape in (config.shape, config.draft.shape)}
     return len(sizes) == 1
 
 
@@ -73,7 +74,7 @@ def _obstacle(config: Config) -> str | None:
         "sequences need blocks on demand; set model_config.page_attention: true": (
             not config.model_config.page_attention
         ),
-        "the head's KV cache has blocks of another size than a layer of the model; set speculative_config.method to "
+        "the head's KV cache has blocks of another size than the model's; set speculative_config.method to "
         "draft, suffix or off": not _head_fits(config),
         "native operators keep the scales of an int8 KV cache in blocks of another size; use kv_format auto": (
             config.op_table == "native" and config.kv_format == "int8"

@@ -47,7 +47,7 @@ class HandOverLayout:
         shapes = [local_shape(config.shape, config.shard(rank))]
         if config.draft is not None and config.draft.head is not None:
             shapes.append(config.draft.shape)
-        num_arrays = sum(shape.num_layers * (2 if shape.latent is None else 1) for shape in shapes)
+        num_arrays = sum(shape.num_cache_arrays for shape in shapes)
         block_bytes = sum(map(config.kv_bytes_of, shapes)) * config.pa_config.block_size
         return cls(num_arrays, config.num_hand_over_blocks, block_bytes // num_arrays)
 

@@ -83,9 +83,8 @@ class HostPoolLayout:
         if not config.kv_tier_config.host_blocks:
             return None
         shape = local_shape(config.shape, config.shard(rank))
-        num_arrays = shape.num_layers * (2 if shape.latent is None else 1)
         block_bytes = config.kv_bytes_of(shape) * config.pa_config.block_size
-        return cls(num_arrays, config.num_pool_blocks, block_bytes // num_arrays)
+        return cls(shape.num_cache_arrays, config.num_pool_blocks, block_bytes // shape.num_cache_arrays)
 
     @property
     def block_bytes(self) -> int:

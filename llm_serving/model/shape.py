@@ -129,6 +129,11 @@ class ModelShape:
         """Number of layers with a KV cache."""
         return self.num_layers if self.delta is None else len(self.delta.full_layers)
 
+    @property
+    def num_cache_arrays(self) -> int:
+        """Number of arrays of the KV cache: keys and values of each layer, or the latent vectors of each layer."""
+        return self.num_cache_layers * (2 if self.latent is None else 1)
+
     def state_bytes(self, max_logged: int) -> int:
         """Returns the bytes of a sequence's state in all layers with linear attention. 0 if there are none.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ from llm_serving.errors import ConfigError
 from llm_serving.ipc.hand_over_memory import HandOverLayout
 from llm_serving.planning.machine import Machine
 from llm_serving.planning.memory_plan import estimate_memory
+from performance.models.folders import write_model
+from performance.models.heads import write_eagle_head
+from performance.models.variants import FAMILY_VARIANTS
 from support.head_models import write_heads
 from support.small_configs import TINY_LLAMA
 
@@ -89,6 +93,30 @@ def test_a_head_whose_blocks_have_another_size_is_refused(tmp_path: Path) -> Non
     load_config(CONFIG, [f"model_config.model_path={model}", *settings])
     with pytest.raises(ConfigError, match="the head's KV cache has blocks of another size"):
         load_config(CONFIG, [*ROLES, f"model_config.model_path={model}", *settings])
+
+
+@pytest.mark.parametrize(("key_value_heads", "fits"), [(4, True), (2, False)])
+def test_the_keys_of_a_head_must_be_as_large_as_latent_vectors(
+    tmp_path: Path, key_value_heads: int, fits: bool
+) -> None:
+    """A layer has one array of latent vectors, and a head has two: keys and values. All need blocks of one size."""
+    deepseek = FAMILY_VARIANTS["deepseek_v3"]
+    sizes = {"num_hidden_layers": 4, "kv_lora_rank": 48, "qk_rope_head_dim": 16}  # latent vectors have 64 elements
+    variant = replace(deepseek, config={**deepseek.config, **sizes}, num_shards=1)
+    write_model(variant, tmp_path / "model")
+    keys = {"num_key_value_heads": key_value_heads}  # of 16 elements
+    write_eagle_head(tmp_path / "head", replace(variant, config={**variant.config, **keys}))
+    settings = [f"model_config.model_path={tmp_path / 'model'}", "speculative_config.method=eagle"]
+    settings += [f"speculative_config.model={tmp_path / 'head'}", "model_config.kv_format=auto", *ROLES]
+    if not fits:
+        with pytest.raises(ConfigError, match="the head's KV cache has blocks of another size"):
+            load_config(CONFIG, settings)
+        return
+    config = load_config(CONFIG, settings)
+    layout = HandOverLayout.of(config, 0)
+    assert layout is not None
+    assert layout.num_arrays == 4 + 2
+    assert layout.part_bytes == 64 * config.dtype_bytes * config.pa_config.block_size
 
 
 def test_the_memory_plan_has_the_pool_once_for_all_replicas() -> None:
