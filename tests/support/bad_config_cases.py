@@ -114,6 +114,15 @@ CASES = [
         "blocks; use 0",
         folder=HYBRID,
     ),
+    Case(
+        "linear attention with separate prefill and decode",
+        with_section(
+            "parallel_config: {data_parallel: 2, roles: [prefill, decode]}\n" + SERVING + "{agent_ports: [0, 0]}"
+        ),
+        f"{FILE}: parallel_config.roles = ['prefill', 'decode']: Qwen3NextForCausalLM has states that blocks do not "
+        "contain; use no roles",
+        folder=HYBRID,
+    ),
     # Configs of DeepSeek models with settings that these models cannot use.
     Case(
         "int8 KV cache with latent attention",
