@@ -251,7 +251,7 @@ class StepsAhead:
                 step.scores.fetched_bytes,
                 device_draws=check.num_draws,
                 wrong_draws=check.num_wrong,
-                second_launches=int(check.corrected is not None),
+                second_launches=int(step.void is not None),
             )
         except RuntimeError as error:
             for other in self._launched:

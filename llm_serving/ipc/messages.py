@@ -252,7 +252,7 @@ class StepDone(Message, frozen=True, tag="step_done"):
     bytes that were copied from the device to choose the tokens. ``draft_us`` is the time of the draft model, a part of
     ``sample_us``. ``device_draws`` is the number of tokens that the device has drawn and with which the next step was
     launched ahead. Sequences without ``top_k`` do not count. ``wrong_draws`` is the number of these tokens that the
-    sampler has not chosen. ``second_launches`` is 1 if the next step was launched again, otherwise 0.
+    sampler has not chosen. ``second_launches`` is 1 if this step was launched again, otherwise 0.
     """
 
     seq: UInt

@@ -211,7 +211,7 @@ class StepResult:
     wrong_draws: int = 0
     """Number of ``device_draws`` that the sampler has not chosen."""
     second_launches: int = 0
-    """1 if the next step was launched again, because it was computed with a wrong token. Otherwise 0."""
+    """1 if the step was launched again, because its first launch had a wrong token. Otherwise 0."""
     drafts: list[list[int]] | None = None
     """[S] Drafts of the next tokens of each sequence, by the draft model. None if the step wanted none."""
 

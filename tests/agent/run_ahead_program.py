@@ -26,6 +26,7 @@ from adapted_driver import load_adapter  # noqa: E402
 from step_driver import Move, Part, StepDriver, blocks_for  # noqa: E402
 
 from agent.backends.runtime import start_runtime  # noqa: E402
+from agent.kernels.library import OperatorRefusedError  # noqa: E402
 from agent.run_ahead.odds import DrawOdds  # noqa: E402
 from agent.task_queue import TaskQueue  # noqa: E402
 from agent.worker import Worker  # noqa: E402
@@ -290,7 +291,28 @@ def run_drawn(drivers: Pair) -> dict[str, Any]:
     wrong = run_steps(drivers[1], steps)
     device.wrong_every = 0
     found = {"ahead": wrong["results"], "events": wrong["events"], "draws": list(device.are_wrong)}
-    return {"right": right, "wrong": found} | run_whole(drivers)
+    return {"right": right, "wrong": found, "refused": run_refused(drivers[1], steps)} | run_whole(drivers)
+
+
+def run_refused(driver: StepDriver, steps: list[Step]) -> dict[str, Any]:
+    """Runs steps of which some are launched again. The first of these second launches fails."""
+    device, ahead = device_of(driver), driver.runner.ahead
+    assert ahead is not None
+    launch, launch_again = ahead._launch, ahead._launch_again
+
+    def refused(*arguments: Any) -> Any:
+        raise OperatorRefusedError("the second launch was refused")
+
+    def launch_again_refused(inputs: Any) -> None:
+        ahead._launch, ahead._launch_again = refused, launch_again  # type: ignore[method-assign]
+        launch_again(inputs)
+        ahead._launch = launch  # type: ignore[method-assign]
+
+    ahead._launch_again = launch_again_refused  # type: ignore[method-assign]
+    device.wrong_every = 3
+    found = run_steps(driver, steps)
+    device.wrong_every = 0
+    return found
 
 
 def run_whole(drivers: Pair) -> dict[str, Any]:

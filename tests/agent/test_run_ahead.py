@@ -104,6 +104,13 @@ def test_a_device_that_draws_wrong_tokens_changes_no_bit(run: Run) -> None:
     assert checked > wrong >= counted == second_launches
 
 
+def test_a_second_launch_that_fails_ends_its_step_and_is_not_counted(run: Run) -> None:
+    result = run("drawn")["refused"]
+    failed = [step["error"] for step in result["results"] if step["error"]]
+    assert failed == ["the graph failed: the second launch was refused"]
+    assert draws_of(result["results"])[2] == num_launched(result["events"]) - len(result["results"]) > 0
+
+
 def test_steps_without_top_k_are_launched_ahead_and_change_no_bit(run: Run) -> None:
     """The device knows only its candidates. If the host draws another token, the next step is launched again."""
     result = run("drawn")["whole"]
