@@ -16,6 +16,7 @@ from llm_serving.errors import CheckpointError, ConfigError
 from llm_serving.model.shape import ModelShape
 from support.forked_programs import run_forked
 from support.gguf_oracle import write_pair
+from support.json_program import run_program
 from support.small_configs import REPOSITORY
 from tools import quality_gate
 from tools.quality_gate import FORMATS, Model, Quality, chosen_formats, is_available, table_line
@@ -96,7 +97,13 @@ def test_a_format_above_its_limit_fails(monkeypatch: pytest.MonkeyPatch) -> None
     far = [Quality("int8", 2.0, 0.2, 0.8, 0.01, 1.0)]
     monkeypatch.setattr(quality_gate, "run", lambda *arguments: far)
     assert quality_gate.main(["--formats", "int8"]) == 1
-    assert quality_gate.main(["--formats", "int5"]) == 2
+
+
+def test_the_tool_starts_alone_and_refuses_an_unknown_format(tmp_path: Path) -> None:
+    """Starts the tool as users do. The other run of the tool is forked, because the import of MindSpore is slow."""
+    done = run_program(REPOSITORY / "tools/quality_gate.py", "--formats", "int5", folder=tmp_path)
+    assert done.returncode == 2
+    assert "--formats int5: the formats are bf16, " in done.stderr
 
 
 def test_perplexity_is_measured_with_the_graph(tmp_path: Path) -> None:
