@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 import llm_serving
+from llm_serving.model.shape import ModelShape
 from performance.models.folders import write_model
 from performance.models.variants import FAMILY_VARIANTS
+from support.lora_folders import random_adapter
 
 PROMPTS = [[5 + (7 * i + 3 * j) % 400 for j in range(3 + 11 * i % 60)] for i in range(14)]
 GREEDY = {"max_tokens": 50, "temperature": 0, "ignore_eos": True, "logprobs": 2}
@@ -91,7 +93,8 @@ def test_drafts_of_a_draft_model_give_the_same_bits(folder: Path, tmp_path: Path
 
 
 @pytest.mark.usefixtures("forked_llm_agents")
-def test_batches_chunks_and_preemptions_give_the_same_bits(folder: Path) -> None:
+def test_batches_chunks_preemptions_and_stages_give_the_same_bits(folder: Path) -> None:
+    """The first stage has only layers with linear attention. Only a part of the prompts runs through stages here."""
     with served(
         folder, pa_config={"num_blocks": 256}, model_config={"decode_batch_size": [1]},
         scheduler_config={"state_snapshots": 0}, speculative_config={"method": "off"},
@@ -113,23 +116,41 @@ def test_batches_chunks_and_preemptions_give_the_same_bits(folder: Path) -> None
     assert resumed == whole
     assert cached == [0, 48, 80, 32], "each prompt resumes at the last full block that was computed before it"
     assert pressed == alone
+    with served(
+        folder, pa_config={"num_blocks": 20}, parallel_config={"pipeline_parallel": 2},
+        scheduler_config={"policy": "chunked", "chunk_tokens": 24}, speculative_config={"method": "off"},
+    ) as llm:  # fmt: skip
+        assert chat(llm) == (whole, [0, 48, 80, 32])
+        assert [each.choices for each in llm.generate(PROMPTS[:6], GREEDY)] == alone[0][:6]
+        assert counted(llm, "preemptions") > 0
 
 
 @pytest.mark.sweep
-def test_stages_of_a_pipeline_give_the_same_bits(folder: Path) -> None:
-    """``tests/agent/test_groups.py`` compares two stages with transformers. Here they also resume from snapshots.
+def test_stages_of_a_pipeline_with_an_adapter_give_the_same_bits(folder: Path, tmp_path: Path) -> None:
+    """``tests/agent/test_groups.py`` compares two stages with transformers, and ``tests/lora/test_adapted_groups.py``
+    with merged weights. Here they also resume from snapshots, and half of the requests have the adapter.
 
     The first stage has only layers with linear attention.
     """
-    off = {"speculative_config": {"method": "off"}}
-    with served(folder, **off) as llm:
+    adapter = random_adapter(tmp_path / "adapter", ModelShape.from_path(folder), seed=5)
+    settings: dict[str, dict[str, Any]] = {
+        "lora_config": {"max_adapters": 1, "max_rank": 8, "adapters": [f"one={adapter}"]},
+        "speculative_config": {"method": "off"},
+    }
+    mixed = [{**GREEDY, "model": "one"} if index % 2 else GREEDY for index in range(len(PROMPTS))]
+    with served(folder, **settings) as llm:
         plain, (whole, cached) = answers(llm), chat(llm)
+        adapted = [each.choices for each in llm.generate(PROMPTS, mixed)]
+    assert all((adapted[index] == plain[0][index]) == (index % 2 == 0) for index in range(len(PROMPTS)))
     with served(
         folder, parallel_config={"pipeline_parallel": 2}, serving_config={"row_check_interval": 2},
-        pa_config={"num_blocks": 30}, scheduler_config={"policy": "chunked", "chunk_tokens": 24}, **off,
+        pa_config={"num_blocks": 30}, scheduler_config={"policy": "chunked", "chunk_tokens": 24}, **settings,
     ) as llm:  # fmt: skip
         (resumed, found), pressed = chat(llm), answers(llm)
-        assert counted(llm, "preemptions") > 0
+        preemptions = counted(llm, "preemptions")
+        assert preemptions > 0
+        assert [each.choices for each in llm.generate(PROMPTS, mixed)] == adapted
+        assert counted(llm, "preemptions") > preemptions
     assert (resumed, found) == (whole, cached)
     assert found[1:] == [48, 80, 32]
     assert pressed == plain

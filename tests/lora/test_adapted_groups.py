@@ -27,6 +27,7 @@ TESTED = (("phi3", PAIR), ("qwen3_tied", PAIR), ("qwen3_tied", NATIVE_PAIR))
 SWEPT = (
     *((name, PAIR) for name in ("llama_linear_mqa", "qwen2_tied", "gemma3", "gpt_oss", "mixtral", "deepseek_v2")),
     ("qwen3_next", PAIR),
+    ("qwen3_next", STAGES),
     ("qwen3_5", PAIR),
     *(("phi3", STAGES), ("deepseek_v2_lite", STAGES), ("qwen3_tied", Setup(2, 2, extra=ADAPTERS))),
     *(("phi3", NATIVE_PAIR), ("qwen3_tied", NATIVE_STAGES)),
