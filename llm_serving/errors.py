@@ -36,7 +36,7 @@ from __future__ import annotations
 
 
 class LLMServingError(Exception):
-    """Base class of all errors of the project. The text has the cause, the value, the limit and the remedy."""
+    """Base class of all errors of the project. The message states the cause, the value, the limit and the remedy."""
 
 
 class ConfigError(LLMServingError):
@@ -48,7 +48,7 @@ class UnknownFormatError(ConfigError, ValueError):
 
 
 class HubError(ConfigError):
-    """A model cannot be downloaded or found by its name. The text names the remedy."""
+    """A model cannot be downloaded or found by its name. The message states the remedy."""
 
 
 class CheckpointError(LLMServingError):
@@ -56,11 +56,11 @@ class CheckpointError(LLMServingError):
 
 
 class MemoryPlanError(LLMServingError):
-    """The planned memory exceeds the available memory. The text includes the table of the memory plan."""
+    """The planned memory exceeds the available memory. The message includes the table of the memory plan."""
 
 
 class ModelMemoryError(LLMServingError):
-    """A model does not fit into the memory that all models of this server may use. The text has the numbers."""
+    """A model does not fit into the memory for all models of this server. The message states its need and the limit."""
 
 
 class RequestError(LLMServingError):

@@ -98,8 +98,8 @@ class Visit:
         return _NO_RIGHTS if self._key is None else self._key.rights
 
     def enter(self, authorizations: Sequence[str], api_keys: Sequence[str] = ()) -> None:
-        """Finds the API key of the request and counts the request for the key's quotas. Raises UnauthorizedError
-        without a valid key, or QuotaExceededError.
+        """Finds the API key of the request and counts the request for the key's quotas. Raises UnauthorizedError if the
+        request has no valid key, and QuotaExceededError if a quota is exceeded.
 
         The arguments are the values of all headers ``Authorization`` and ``X-Api-Key``.
         """
@@ -117,7 +117,7 @@ class Visit:
         """Counts a request that the server itself makes for the owner of the key ``name``, for example for a line of a
         batch.
 
-        Raises UnauthorizedError if no key has this name any more, and QuotaExceededError.
+        Raises UnauthorizedError if no key has this name any more, and QuotaExceededError if a quota is exceeded.
         """
         keys = self._access.keys
         if keys is None:
@@ -172,8 +172,8 @@ class Visit:
     def priority(self, stated: int | None) -> int:
         """Returns the priority of the request: ``stated``, or a default if the client stated none.
 
-        A smaller number is more urgent. A key has a limit, the smallest priority that it may use. The default is 0, or
-        the limit of the key if it is above 0. Raises NotPermittedError if ``stated`` is below the limit.
+        A smaller number is more urgent. The limit of a key is the smallest number that its requests may state. The
+        default is 0, or this limit if the limit is above 0. Raises NotPermittedError if ``stated`` is below the limit.
         """
         if self._key is None:
             return stated or 0
@@ -242,8 +242,8 @@ def _is_open(path: str) -> bool:
 
 
 def _secret(authorizations: Sequence[str], api_keys: Sequence[str]) -> str | None:
-    """Returns the key that a request has sent: the text after ``Bearer``, or the value of ``X-Api-Key`` (Anthropic's
-    clients).
+    """Returns the key that a request has sent: the text after ``Bearer``, or the value of ``X-Api-Key``, which
+    Anthropic's clients send.
 
     Returns None if the request has no key, or more than one of these headers.
     """

@@ -35,10 +35,10 @@ _INTEGER = re.compile(r"-?[0-9]{1,15}")
 
 @dataclass(frozen=True, slots=True)
 class KeyRights:
-    """The rights of a key's requests, and limits on them. A limit is None if the key does not have it."""
+    """The rights of a key, and the limits of its requests. For a limit, None means that the key has no such limit."""
 
     admin: bool = False
-    """True if the key may read metrics and facts about the server, and profile the agents."""
+    """True if the key may read metrics and the state of the server, and profile the agents."""
     requests_in_flight: int | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -62,7 +62,7 @@ class ApiKey:
 class KeyLineError(ValueError):
     """A line of a key file does not describe a valid key.
 
-    The text states the problem and the remedy. It does not quote the line, which may contain a secret.
+    The message states the problem and the remedy. It does not quote the line, which may contain a secret.
     """
 
 

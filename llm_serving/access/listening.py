@@ -65,9 +65,9 @@ def bound_socket(ip: str, port: int) -> socket.socket:
 
 
 def listen(ip: str, port: int, *, backlog: int, key: str) -> socket.socket:
-    """Listens on a port, or on any free port if it is 0. ``backlog``: maximum number of connections that wait.
+    """Listens on ``port``, or on any free port if ``port`` is 0. At most ``backlog`` new connections wait.
 
-    If the port is in use, this function raises ConfigError with the config's ``key``.
+    If the port is in use, raises ConfigError. The message begins with ``key``, the config key that sets the port.
     """
     try:
         listener = bound_socket(ip, port)
@@ -105,7 +105,7 @@ def listen_unix(path: str, mode: int, *, backlog: int) -> Iterator[socket.socket
             yield listener
         finally:
             with contextlib.suppress(OSError):
-                if os.stat(path).st_ino == made:  # another number: another server has replaced the file
+                if os.stat(path).st_ino == made:  # not if another server has replaced the file by its own
                     os.unlink(path)
 
 

@@ -41,7 +41,7 @@ class ServerTls:
             return False
         self._seen = seen
         try:
-            # Loads the files into another context first, to test them. If loading them into ``self.context`` failed
+            # First load the files into a temporary context, to test them. If loading into ``self.context`` failed
             # halfway, new connections would have no key.
             _context(self._cert, self._key)
             self.context.load_cert_chain(self._cert, self._key)

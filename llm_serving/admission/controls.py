@@ -160,9 +160,9 @@ def peak_tokens(entries: Iterable[tuple[int, int]], block_size: int = 1, at_leas
     """Returns the maximum number of KV positions that sequences hold together while they grow by one token per step.
 
     ``entries`` has (current tokens, remaining tokens) of each of n sequences. Each sequence's tokens are rounded up to
-    whole blocks. Returns ``at_least`` if the maximum is lower: a caller that compares with a limit passes this limit,
-    which saves time. Costs O(n log n), plus O(``block_size``) for each time at which the total may exceed the maximum
-    found so far.
+    whole blocks. Returns ``at_least`` if the maximum is lower. A caller that compares the result with a limit passes
+    this limit as ``at_least``, which saves time. The cost is O(n log n), plus O(``block_size``) for each sequence at
+    whose end the total may exceed the maximum found so far.
     """
     peak, total, phases = at_least, 0, [0] * block_size
     for count, (current, remaining) in enumerate(sorted(entries, key=_remaining, reverse=True), 1):
@@ -183,8 +183,8 @@ class OutputLengthPredictor(Stateful):
     """Predicts the length of an output from the lengths of recent outputs, in O(log WINDOW).
 
     Requests whose ``max_output_tokens`` have the same number of bits form a class. The predictor keeps the last
-    ``window`` lengths of each class. It ignores lengths that the output has already reached, and predicts a quantile
-    of the remaining lengths. If fewer than ``min_samples`` remain, the prediction is ``max_output_tokens``.
+    ``window`` lengths of each class. Of these, it uses only those that are longer than the output so far, and predicts
+    a quantile of them. If they are fewer than ``min_samples``, the prediction is ``max_output_tokens``.
     ("Past-Future Scheduler", Gong et al., ASPLOS 2025, predicts from the same data.)
     """
 

@@ -1,6 +1,6 @@
 """Limits how many requests may start in one step under policy ``slo``.
 
-The limit keeps running requests fast, and keeps late requests from taking the place of those on time.
+The limit keeps running requests fast. It also prevents late requests from starting instead of requests on time.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class SloStarts(Stateful):
             self._num_left -= 1
 
     def _use(self, max_starts: int | None) -> float:
-        """Returns the fraction of the blocks or of the usable batch rows that is in use, whichever fraction is larger.
+        """Returns the larger of two fractions: that of the blocks in use, and that of the usable batch rows in use.
         """
         state = self._state
         num_running, num_rows = len(state.running), state.limits.max_num_seqs

@@ -37,7 +37,7 @@ class BatchingMode(Stateful):
         self._state = state
 
     def may_start(self, sequence: Sequence, now: float, *, joins_step: bool) -> bool:
-        """Returns True if ``sequence``, the first waiting sequence, may start. It has not run before.
+        """Returns True if ``sequence``, the first waiting sequence, may start. The sequence has not run before.
 
         If it must wait until a known time, returns False and makes the engine call the scheduler again at that time.
         ``joins_step`` is True if the step already has other prompts.
@@ -85,7 +85,7 @@ class Admission(Stateful):
         """The scheduler calls this method when a running sequence has been preempted."""
 
     def finished(self, sequence: Sequence) -> None:
-        """The scheduler calls this method when a sequence has ended, but not with an error or an abort."""
+        """The scheduler calls this method when a sequence has ended without an error and without an abort."""
 
 
 class Starter:
@@ -160,7 +160,7 @@ class Starter:
         is_new = sequence.request.first_scheduled_time is None
         if is_new and not self._batching.may_start(sequence, now, joins_step=bool(plan)):
             return BlockReason.BATCH
-        if sequence.waits_for_load:  # blocks may lack only because the load uses them, so the router must not recall it
+        if sequence.waits_for_load:  # the load itself uses blocks, so a lack of blocks is no reason to recall a request
             return BlockReason.LOAD
         reason = self.missing_capacity(sequence, reserve)
         if reason is not None:

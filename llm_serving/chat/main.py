@@ -120,5 +120,5 @@ def _chat(arguments: argparse.Namespace, url: str) -> None:
 
 
 def _end(number: int, _: FrameType | None) -> None:
-    """Handles a signal: raises SystemExit, so that the server which this program has started is stopped as well."""
+    """Handles a signal: raises SystemExit, so that the program also stops the server that it has started."""
     sys.exit(128 + number)

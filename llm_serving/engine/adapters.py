@@ -23,7 +23,7 @@ class AgentAdapters:
         self._command = 0
         """The number of the command that loads the adapter in ``_slot``."""
         self._waiting: dict[int, int] = {}
-        """For each replica that has not replied to this command: the number that its executor gave to the load."""
+        """Maps each replica that has not replied to the number by which its executor names the load."""
         self._error = ""
 
     def load(self, slot: int, memory: AdapterMemory, command: int = 0) -> list[AdapterAnswer]:
@@ -41,10 +41,10 @@ class AgentAdapters:
         return self._finished()
 
     def answer(self, replica: int, number: int, error: str) -> list[AdapterAnswer]:
-        """Records the reply of a replica. ``number`` is the number that its executor has given to the load.
+        """Records the reply of a replica. ``number`` is the number by which the replica's executor names the load.
 
-        After the last reply, returns the answer to the whole command, otherwise an empty list. Ignores the reply to a
-        load that was given up.
+        After the last reply, returns the answer to the whole command, otherwise an empty list. If the load was given
+        up, ignores the reply.
         """
         if self._waiting.get(replica) != number:
             return []

@@ -37,11 +37,12 @@ if TYPE_CHECKING:
 _POLL_START_S = 0.02
 
 ProgressNote = Callable[[int, str, int, int], None]
-"""Receives the progress of an agent's start: rank, stage, completed units and all units."""
+"""A function that receives the progress of an agent's start: rank, stage, completed work and total work of the stage.
+"""
 
 
 def make_executors(config: Config, note: ProgressNote, owned: ExitStack) -> list[AgentExecutor]:
-    """Returns the executor of each replica, not started. ``owned`` closes the executors and their ports.
+    """Returns an executor for each replica, without starting it. ``owned`` closes the executors and their ports.
 
     Raises ConfigError if a port is in use, or if a setting of the cluster is wrong.
     """
@@ -93,10 +94,10 @@ def _hand_over_names(config: Config, owned: ExitStack) -> list[str]:
 
 
 def _tile_memory(config: Config, owned: ExitStack) -> TileMemory | None:
-    """Creates the memory with the tiles of images, which all replicas share. ``owned`` removes it.
+    """Creates the shared memory for the tiles of images. ``owned`` removes this memory.
 
-    So a request can go from one replica to another without a copy of its tiles. Returns None if the model reads no
-    images. Raises AgentStartError if /dev/shm is too small.
+    All replicas share it, so a request can go from one replica to another without a copy of its tiles. Returns None if
+    the model reads no images. Raises AgentStartError if /dev/shm is too small.
     """
     from llm_serving.ipc.segment import creation_failure
     from llm_serving.ipc.tile_memory import TileLayout, TileMemory
@@ -123,7 +124,7 @@ def make_engine(
     *,
     observe: ObserveCache | None = None,
 ) -> AsyncEngine:
-    """Returns an engine for these executors, not started, with the flight recorder that the config asks for.
+    """Returns an engine for these executors without starting it. It has the flight recorder that the config asks for.
 
     ``observe`` returns the observer of a replica's prefix cache. If it is None, the caches have no observers. The
     engine gets the LoRA adapters of the config. Raises ConfigError if one of them is wrong, or if the folder of the KV

@@ -91,8 +91,8 @@ class AsyncEngine:
         ``nodes`` are the machines of the agents, or None if the agents are on this machine. With ``nodes``, the engine
         is ready as soon as one replica is ready. ``standby`` decides whether nodes are used. ``images`` is the pool of
         shared memory for the tiles of images, or None. ``observe`` returns the observer of a replica's prefix cache.
-        The model registry calls ``enter_service`` of these ``observers`` when the engine begins to serve. ``pools`` are
-        the hand-over pools of replicas on several machines, or None.
+        When the engine begins to serve, the model registry calls ``enter_service`` of each observer. ``pools`` are the
+        hand-over pools of replicas on several machines, or None.
         """
         self.nodes, self.standby, self.observe = nodes, standby, observe
         self.config = config
@@ -209,11 +209,10 @@ class AsyncEngine:
     def check_wait(self, left_s: float | None) -> None:
         """Raises ModelUnavailableError if agents will not be ready within ``left_s`` seconds. None means no deadline.
 
-        Before it raises the error, it makes the engine start agents on nodes, so that a later attempt of the client can
-        succeed.
+        Before the error, makes the engine start agents on nodes, so that a later attempt of the client can succeed.
         """
         expected_s = self.wake_s
-        if left_s is not None and expected_s and expected_s > left_s:  # at 0 s, a late request is left to the scheduler
+        if left_s is not None and expected_s and expected_s > left_s:  # with ready agents (0 s), the scheduler decides
             self._core.submit(WakeNodes())
             raise ModelUnavailableError(
                 f"No node has agents of the model now. Until one is ready, it takes about {expected_s:.1f} s; the "

@@ -43,7 +43,7 @@ from llm_serving.telemetry.receipt import Phase
 MAX_BEAM_WIDTH = MAX_TOP_LOGITS // 2
 
 Expand = Callable[[Sequence[tuple[int, ...]]], Awaitable[list[TokenLogits]]]
-"""A function of the outputs of the live beams. It returns, for each output, the ``num_candidates`` best next tokens."""
+"""A function that takes the outputs of the live beams, and returns the ``num_candidates`` best next tokens of each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ SHORT = Allowance(steps=10_000, chars=1_000_000)
 
 
 class ChatTemplate:
-    """One compiled template. ``source`` is None for a model without a template, which cannot render messages.
+    """One compiled template. If the model has no template, ``source`` is None, and rendering raises RequestError.
 
     A template can read the messages and the ``variables`` (``bos_token``, ``eos_token``, ...). Raises CheckpointError
     if the source is not a valid template.
@@ -95,9 +95,9 @@ class ChatTemplate:
         ``add_special_tokens=False``.
 
         ``tools`` are the functions that the model may call. ``values`` are additional variables for the template.
-        Raises RequestError if a value has the name of a variable that the server sets. Also raises it if there is no
-        template, the template refuses the messages, or the prompt is longer than ``max_chars`` characters. Raises
-        TemplateBudgetError if the template needs more than ``allowance``.
+        Raises RequestError if a value has the name of a variable that the server sets, or if there is no template.
+        Also raises RequestError if the template refuses the messages, or if the prompt has more than ``max_chars``
+        characters. Raises TemplateBudgetError if the template needs more than ``allowance``.
         """
         if self.is_missing:
             raise RequestError(

@@ -135,7 +135,7 @@ class EngineCore:
     def use_stores(self, work: Callable[[Sequence[BlockStore]], None]) -> None:
         """Calls ``work`` in the engine thread with the KV tiers of all replicas.
 
-        If the engine has ended, ``work`` gets an empty sequence. The caller's thread may then call it.
+        If the engine has ended, ``work`` gets an empty sequence. It may then run in the caller's thread.
         """
         command = UseStores(work)
         self.submit(command)
@@ -208,7 +208,7 @@ class EngineCore:
             elif isinstance(command, UseStores):
                 command.work(())
         self._outputs += self._adapters.close()
-        self._poll = _no_events  # frees the descriptor that several executors share, also if this object lives on
+        self._poll = _no_events  # frees the file descriptor of the executors, even if this object stays in memory
         self._hand_over()
 
     def step(self) -> None:
@@ -277,7 +277,7 @@ class EngineCore:
         return max(0.0, min(times) - self._clock()) if times else None
 
     def _take_commands(self, now: float) -> bool | None:
-        """Carries out all commands. Returns True if all of them add requests, False if not, and None without commands.
+        """Carries out all commands. Returns True if all of them add requests, None if there are none, otherwise False.
         """
         has_aborts = False
         has_only_added: bool | None = None

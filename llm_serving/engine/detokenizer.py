@@ -20,7 +20,7 @@ class _Utf8Decoder(codecs.BufferedIncrementalDecoder):
     @staticmethod
     def _buffer_decode(data: bytes, errors: str, final: bool) -> tuple[str, int]:  # type: ignore[override]
         text, used = codecs.utf_8_decode(data, errors, final)
-        # Unused bytes that begin a surrogate are invalid in UTF-8, but CPython's decoder would wait for a third byte.
+        # The bytes that are left may begin a surrogate. UTF-8 has no surrogates, but CPython waits for the third byte.
         if _begins_surrogate(data[used:]):
             rest, _ = codecs.utf_8_decode(data[used:], errors, True)
             return text + rest, len(data)
@@ -134,7 +134,7 @@ class IncrementalDetokenizer:
         self._strip_spaces = tokenizer.table.rule.strip_spaces if at_start else 0
         self._strip_first_token = at_start and tokenizer.table.rule.strip_first_token
         self._is_plain = not self._strip_spaces and not self._strip_first_token
-        """True if no space must be stripped from further tokens. Their text can then be read from the token table."""
+        """True if no space must be removed before the next tokens. Their text can then be read from the token table."""
         self.num_tokens = 0
         """Number of tokens up to the stop string, or of all tokens so far. Stays 0 if there are no stop strings."""
 

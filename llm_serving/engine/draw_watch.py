@@ -5,13 +5,13 @@ from __future__ import annotations
 from llm_serving.scheduler.output import StepResult
 
 WINDOW = 500
-"""Number of steps of a window. A step counts only if the next step was launched ahead with drawn tokens."""
+"""Number of steps over which launches are counted. Only steps whose drawn tokens started the next step count."""
 MAX_SHARE = 0.05
-"""Largest share of second launches in a window without a warning. Each second launch takes the time of a step."""
+"""Maximum share of steps that are launched again without a warning. A second launch takes the time of a step."""
 
 
 class DrawWatch:
-    """Counts the second launches of one replica in windows of ``window`` steps."""
+    """Counts the steps of one replica that were launched again, in groups of ``window`` consecutive steps."""
 
     def __init__(self, window: int = WINDOW) -> None:
         self.window = window
@@ -19,10 +19,10 @@ class DrawWatch:
         self._was_above = False
 
     def note(self, result: StepResult) -> int:
-        """Counts a step with ``device_draws``.
+        """Counts a step whose result has ``device_draws``.
 
-        If the window ends with too many second launches, returns their number, otherwise 0. Also returns 0 if the
-        window before had too many second launches, so that a lasting problem is reported once.
+        If the step completes a group with too many second launches, returns their number, otherwise 0. Also returns 0
+        if the group before had too many second launches, so that a lasting problem is reported once.
         """
         self._steps += 1
         self._second_launches += result.wrong_draws > 0

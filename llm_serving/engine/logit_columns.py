@@ -12,9 +12,9 @@ from llm_serving.request import TokenLogits
 class LogitColumns(Sequence[TokenLogits]):
     """A sequence of ``TokenLogits`` that stores their values in arrays, and makes each object when it is read.
 
-    A response may have a million log-probabilities. Each would be a Python object if a list kept them. Then every full
-    garbage collection visits these objects, and freeing them takes 40 ms. No other thread runs meanwhile, so the event
-    loop is blocked. The garbage collector does not look into arrays, and one call frees an array.
+    A response may have a million log-probabilities. In a list, each would be a Python object. Every full garbage
+    collection would visit these objects, and freeing them would take 40 ms. During both, no other thread can run, so
+    the event loop would be blocked. The garbage collector does not look into arrays, and one call frees an array.
     """
 
     __slots__ = ("_ends", "_logsumexps", "_top_ids", "_top_logits", "logprobs", "token_ids")
@@ -24,7 +24,7 @@ class LogitColumns(Sequence[TokenLogits]):
         self.logprobs = array("d")
         self._logsumexps = array("d")
         self._top_ids, self._top_logits = array("i"), array("d")
-        self._ends = array("q")  # for each token, the number of members of ``_top_ids`` up to its own ones
+        self._ends = array("q")  # for each token, the index in ``_top_ids`` at which its alternatives end
         self.extend(entries)
 
     def extend(self, entries: Iterable[TokenLogits]) -> None:

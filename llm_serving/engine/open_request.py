@@ -1,8 +1,8 @@
 """A request on the event loop: passes the pieces of its output to the HTTP handler, and records when they were sent.
 
 The engine thread knows when a token was sampled. The HTTP edge knows when the token's bytes were written to the socket,
-which is closer to the time that a client sees. ``ttft_ms``, ``tpot_ms`` and ``e2e_ms`` of the log therefore count from
-the request's first byte to the bytes on the socket. The phases in the arrows lie between these times:
+which is closer to the time that a client sees. In the log, ``ttft_ms``, ``tpot_ms`` and ``e2e_ms`` therefore begin with
+the request's first byte and end when bytes are written to the socket. The arrows show the phases between these times:
 
     arrival -tokenise-> queue -queue-> first step -prefill-> first token -decode-> result of the last step -delivery->
     last byte written
@@ -82,14 +82,14 @@ class OpenRequest:
         self.request = request
         self.sink = sink
         self.index = index
-        """Number of the request among the requests of the same sink."""
+        """Index of the request among the requests that have the same sink."""
         self.streamed = streamed
         self.quiet = quiet
         """True for an internal request, for example of a beam search or a canary. The log has no line for its end."""
         self.adapter = adapter
         """The LoRA adapter that the request uses, or None."""
         self.ended: asyncio.Event | None = None
-        """An event that is set when the request ends. None unless ``close`` is called before this end."""
+        """An event that is set when the request ends. ``close`` creates it if the request has not ended by then."""
         self.is_closed = False
         self.is_ended = False
         """True after the last piece, or the refusal, has arrived."""

@@ -164,8 +164,8 @@ class Replica:
         return outputs
 
     def _advance_masks(self, seq: int, updates: list[RequestUpdate], now: float) -> None:
-        """Passes the tokens of step ``seq`` to the constraints of their requests, and publishes the masks that needed
-        them. Offers the tokens that the constraints force next.
+        """Passes the tokens of step ``seq`` to the constraints of their requests. Publishes the masks that depend on
+        these tokens. If a constraint allows only one continuation, offers its tokens to the scheduler as drafts.
         """
         for update, reason in self._masks.advance(updates):
             self._texts.fail(update, reason, now)
@@ -191,7 +191,7 @@ class Replica:
         )
         if self.store is not None:
             self.store.distrust()
-        self._distrust_peers(now, recompute=False)  # the request may be the cause, so others do not change
+        self._distrust_peers(now, recompute=False)  # the request may be the cause, so other requests continue
         if not is_all_broken(result):
             return
         if len(request_ids) == 1:
@@ -254,7 +254,8 @@ class Replica:
 
     @property
     def _is_held(self) -> bool:
-        """Whether a step in flight is held. Then no command and no new request may send another step before it ends."""
+        """Whether the result of a step in flight must arrive before the next step is sent (``ScheduledStep.is_held``).
+        """
         return self._speculator is not None and any(step.is_held for step, _ in self._sent.values())
 
     def _next_wakeup(self, store: BlockStore, now: float) -> float | None:
@@ -341,7 +342,7 @@ def make_replicas(
     """Returns a ``Replica`` for each pair (source of steps, executor). ``tiers`` are the KV tiers of all replicas.
 
     ``has_roles`` is True if prefill and decode have separate replicas, which give computed blocks to each other.
-    Without roles, replicas get blocks of each other from tiers in folders.
+    Without roles, a replica gets blocks of other replicas from KV tiers in folders.
     """
     made = [
         Replica(

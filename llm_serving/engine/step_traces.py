@@ -14,8 +14,8 @@ def trace_step(
 ) -> None:
     """Adds a step to the trace of each traced request in it. ``sent`` and ``now`` are times of the engine's clock.
 
-    ``updates`` has the changes of requests by this result. Nothing is added for a failed step, or for a request that
-    had ended before the result.
+    ``updates`` has the tokens and ends of requests in this result. Adds nothing if the step has failed, and nothing for
+    a request that ended before the result arrived.
     """
     if result.error is not None:
         return

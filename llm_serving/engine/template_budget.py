@@ -16,7 +16,7 @@ MAX_WIDTH = 10_000
 CHARS_PER_STEP = 256
 """Number of characters or bytes whose processing counts as one step."""
 ITEM_CHARS = 8
-"""Number of characters that each item of a container is charged, in addition to its text."""
+"""Charge in characters for each item of a container, in addition to the charge for the item's text."""
 
 
 class BudgetError(Exception):

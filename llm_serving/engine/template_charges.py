@@ -18,7 +18,7 @@ from llm_serving.engine.template_budget import (
 )
 
 Charge = Callable[..., int]
-"""``charge(budget, value, *arguments)`` returns the number of characters that an operation is charged."""
+"""A function ``charge(budget, value, *arguments)`` that returns the charge of an operation, in characters."""
 
 
 def methods_of(owner: object) -> dict[str, Callable[..., int]] | None:
@@ -30,7 +30,7 @@ def methods_of(owner: object) -> dict[str, Callable[..., int]] | None:
 
 
 OBJECT_CHARS = 32
-"""Number of characters that an object is charged, for example a dictionary or a namespace, in addition to its items."""
+"""Charge in characters for an object, such as a dictionary or a namespace, in addition to the charge for its items."""
 
 
 def length(value: Sized) -> int:

@@ -1,4 +1,4 @@
-"""The tokenizer as the server uses it: text to token ids and back, special tokens and the chat template.
+"""The interface of a tokenizer: converts text to token ids and back, and has special tokens and the chat template.
 
 Nothing here runs code from a model folder or contacts a model hub. ``tokenizer_backends`` has the two implementations.
 """

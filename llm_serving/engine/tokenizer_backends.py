@@ -39,11 +39,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 _QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Regular expression by which Qwen2's tokenizer splits a text into words. Unlike in GPT-4's, each digit is a word."""
+"""Regular expression by which Qwen2's tokenizer splits a text into words. Each digit is a word, unlike in GPT-4."""
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
-    """Loads the tokenizer that a config names. Raises CheckpointError, also if a draft model has other tokens."""
+    """Loads the tokenizer of a config. Raises CheckpointError if it is wrong or if the draft model has other tokens."""
     tokenizer = _read(Path(config.tokenizer_file), config.tokenizer.type, config.end_token_ids)
     draft = config.draft
     if draft is not None and draft.head is None:
