@@ -33,8 +33,8 @@ LLMK_ENTRY int llmk_sample(const llmk::SampleArgs* args) {
   return llmk::sample(*args);
 }
 
-// Samples rows from candidates, which are the largest logits of each row that a device found. Sets undecided[i] to 1 if
-// row i needs all of its logits, otherwise to 0.
+// Samples each row from its candidates: the tokens with its largest logits, which a device has found. Sets undecided[i]
+// to 1 if row i needs all of its logits, otherwise to 0.
 LLMK_ENTRY int llmk_sample_candidates(const llmk::SampleArgs* args, const llmk::CandidateArgs* candidates,
                                       int32_t* undecided) {
   const llmk::StandardFloatingPoint scope;
@@ -43,7 +43,7 @@ LLMK_ENTRY int llmk_sample_candidates(const llmk::SampleArgs* args, const llmk::
 
 LLMK_ENTRY int llmk_has_penalties(const llmk::SampleArgs* args) { return llmk::has_penalties(*args) ? 1 : 0; }
 
-// Writes the random number of each pair of a seed and a position. sampler_row.h describes the numbers.
+// Writes to `out` one random number for each pair of a seed and a position. sampler_row.h describes these numbers.
 LLMK_ENTRY void llmk_uniform(const uint64_t* seeds, const int32_t* positions, int64_t count, double* out) {
   for (int64_t i = 0; i < count; ++i) out[i] = llmk::uniform(seeds[i], positions[i]);
 }

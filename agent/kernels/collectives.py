@@ -73,8 +73,8 @@ def publish(line: int, value: int, num_bytes: int, bell: int) -> None:
 def wait_for(reason: str, line: int, target: int, down: int, timeout_s: float) -> None:
     """Waits, without the GIL, until the counter of the flag line at address ``line`` reaches ``target``.
 
-    The 32-bit word at address ``down`` is not 0 if the group is down. Raises GroupDownError if the group is down, or
-    after ``timeout_s`` seconds. A timeout also sets the word, so that the other agents stop as well.
+    ``down`` is the address of a 32-bit word that is nonzero if the group is down. Raises GroupDownError if the group is
+    down, or after ``timeout_s`` seconds. A timeout sets this word, so that the other agents also stop.
     """
     if load_library().llmk_line_wait(reason.encode(), line, target & 0xFFFFFFFF, down, int(timeout_s * 1000)) != 0:
         raise GroupDownError(f"{reason}: another agent of this group ended or did not arrive within {timeout_s:g} s")
@@ -105,9 +105,9 @@ def all_gather(array: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
 def gather_rows_to_first(own: npt.NDArray[Any], out: npt.NDArray[Any] | None, stride: int, whole: int) -> None:
     """Collects the matrices of all agents in the first agent.
 
-    Each agent passes its matrix ``own`` [rows, own width], whose elements have 4 bytes. The first agent passes the
-    matrix ``out`` [rows, whole], which receives all columns; the other agents pass None. The columns of agent ``i``
-    begin at ``i * stride``. The first agent must write its own columns to ``out`` before the call.
+    Each agent passes its matrix ``own`` [rows, own width], whose elements have 4 bytes. The first agent also passes the
+    matrix ``out`` [rows, whole], which receives all columns. For ``out``, the other agents pass None. The columns of
+    agent ``i`` begin at ``i * stride``. The first agent must write its own columns to ``out`` before the call.
     """
     own_width = own.shape[1]
     args = _GatherRowsArgs(

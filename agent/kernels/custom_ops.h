@@ -17,7 +17,8 @@ int packed_linear(const Tensors& t);
 int gated_mlp(const Tensors& t);
 int rotary_attention(const Tensors& t);
 
-// Reads and checks the arguments of RotaryAttention. Fills `args`, which then points into `query_starts`.
+// Reads and checks the arguments of RotaryAttention. Fills `args` and the memory `query_starts`, to which `args` then
+// points.
 int read_rotary_attention(const Tensors& t, RotaryAttentionArgs* args, std::vector<int64_t>* query_starts);
 
 using CustomOp = int (*)(const Tensors& t);
@@ -42,7 +43,7 @@ int lm_head_rows(const Tensors& t, const LmHeadArguments& at, float* best_values
 // of the step. So if a reader finds this number, the logits and ids belong to this step.
 void mark_done(const Tensors& t, const LmHeadArguments& at);
 
-// The inputs of an RMSNorm: out = norm(x + residual) * gamma, for rows of `width` elements of `dtype`.
+// The inputs of an RMSNorm: out = norm(x + residual) * gamma. Each row has `width` elements of type `dtype`.
 struct NormInput {
   const char* x;
   const char* residual;  // null: the norm of x alone, without a sum

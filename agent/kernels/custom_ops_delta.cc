@@ -3,13 +3,13 @@
 // GatedDeltaNet. Tm and Sm are the numbers of tokens and sequences of the largest step, T the tokens of this step.
 //
 //   projected  [Tm, width]: queries, keys, values, output gates, then b and a of each value head
-//   form       int32 [6] = {key heads, value heads, key size, value size, taps of the convolution, drafts in a log}
+//   form       int32 [6] = {key heads, value heads, key size, value size, taps of the convolution, capacity of a log}
 //   epsilon    float32 [1]
 //   conv       float32 [channels, 1, taps]     log_rate, rate_bias  float32 [value heads]
 //   gamma      float32 [value size]
 //   states     float32 [states, size of a state], written in place
 //   runs       int32 [Sm + 1, 10]: row 0 is the number of runs and nine zeros. Each further row is a run: consecutive
-//              tokens of one sequence, and the states that they read and write (struct DeltaRun)
+//              tokens of one sequence, and the states that the run reads and writes (struct DeltaRun)
 //   counts     [4] = {T, ...}
 //   -> out     [Tm, value heads * value size], of which the rows of the runs are written
 //
@@ -67,13 +67,14 @@ int check_parameters(const Tensors& t, const GatedDeltaArgs& args) {
   return error == 0 ? check_floats(t, kGamma, args.value_dim) : error;
 }
 
-// Checks that a run saves states in ascending order of tokens, and only to states that it neither reads nor writes.
+// Checks DeltaRun::saves, the states that a run saves in addition. Their numbers of tokens must ascend. The state that
+// the run reads and the state that it writes must not be among them.
 int check_saves(const Tensors& t, const DeltaRun& run, int64_t index, int64_t num_states) {
   int32_t last = 0;
   for (int i = 0; i < kDeltaSaves; ++i) {
     const auto& save = run.saves[i];
     if (save.after == 0) {
-      last = run.tokens;  // only unused entries may follow
+      last = run.tokens;  // all later entries must be unused too
       continue;
     }
     if (save.after <= last || save.after > run.tokens || save.to < 0 || save.to >= num_states || save.to == run.read ||
@@ -88,9 +89,9 @@ int check_saves(const Tensors& t, const DeltaRun& run, int64_t index, int64_t nu
   return 0;
 }
 
-// Checks two numbers of a run: how many drafts it replays from the log of its first state, and how many drafts it logs
-// (ops/gated_delta.h). Both numbers must be at most `logged`, the capacity of a log. A run that reads no state cannot
-// replay drafts.
+// Checks two numbers of a run: how many drafts it replays from the log of the state that it reads, and how many drafts
+// it logs (ops/gated_delta.h). Both numbers must be at most `logged`, the capacity of a log. A run that reads no state
+// cannot replay drafts.
 int check_log(const Tensors& t, const DeltaRun& run, int64_t index, int64_t logged) {
   const int64_t most = run.read < 0 ? 0 : logged;
   if (run.replayed >= 0 && run.replayed <= most && run.settled >= 1 && run.settled <= run.tokens &&

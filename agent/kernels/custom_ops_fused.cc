@@ -4,9 +4,9 @@
 // block table, step number} gives the size of the current step. Rows beyond this size are neither read nor written.
 // Weights are packed (ops/linear.h).
 //
-// The residual addition and the norm run row by row, in the same operator as the linear layer that follows. A row is
-// then still in the processor's cache if it must be quantised. The results of the norm, the addition and SwiGLU are
-// rounded to the type of the activations, as the native primitives round them.
+// The residual addition and the norm run row by row, in the same operator as the linear layer that follows. So if a row
+// must be quantised, it is still in the processor's cache. The results of the norm, the addition and SwiGLU are rounded
+// to the type of the activations, as the native primitives round them.
 #include <cstdint>
 #include <initializer_list>
 
@@ -183,8 +183,8 @@ const int32_t* from_row(const int32_t* adapters, int64_t first) {
   return adapters == nullptr ? nullptr : adapters + first;
 }
 
-// Checks matrix `i`, an output. Its type must be `dtype` or float32. An output is float32 if it is added over several
-// agents afterwards, so that only the sum is rounded.
+// Checks the output matrix `i`. Its type must be `dtype` or float32. It is float32 if several agents add their outputs
+// afterwards, so that only the sum is rounded.
 int check_sums(const Tensors& t, int i, int64_t rows, int64_t width, DType dtype) {
   return check_matrix(t, i, rows, width, t.dtype(i) == DType::kFloat32 ? DType::kFloat32 : dtype);
 }
@@ -347,7 +347,7 @@ int lm_head_rows(const Tensors& t, const LmHeadArguments& at, float* best_values
   NormInput in{t.as<char>(at.hidden), t.as<char>(at.residual), nullptr, t.data[at.gamma], *t.as<float>(at.epsilon),
                width, dtype, t.dtype(at.gamma)};
   in.sum = static_cast<char*>(thread_scratch(kScratchInner, tokens * row_bytes(dtype, width)));
-  // Finds consecutive sequences that sample, and calls the linear layer once for each of these groups.
+  // Finds groups of consecutive sequences that sample, and calls the linear layer once for each group.
   for (int64_t begin = 0, end; begin < seqs; begin = end) {
     end = begin + 1;
     if (last[begin] < 0) continue;

@@ -52,7 +52,7 @@ enum Argument {
   kLatentGamma, kKeyUp, kValueUp, kQueryGamma, kQuery
 };
 
-constexpr int64_t kPieceRows = 256;  // rows that a thread multiplies at a time by the weight of a head
+constexpr int64_t kPieceRows = 256;  // number of rows that a thread multiplies by a head's weight at a time
 
 struct LatentJob {
   const Tensors& t;
@@ -298,8 +298,9 @@ int multiply_heads(const LatentJob& job, int weight, const Rows& rows, int64_t x
   return 0;
 }
 
-// Writes the cache rows, and computes the queries if the inputs have only their latent vectors (query_rank above 0).
-// Sets `queries` to the location of the queries. Writes the rotated elements of every query to `memory.absorbed`.
+// Writes the cache rows. If the inputs have only the latent vectors of the queries (query_rank above 0), also computes
+// the queries. Sets `queries` to the place of the queries. Writes the rotated elements of every query to
+// `memory.absorbed`.
 int place_rows(const LatentJob& job, const LatentMemory& memory, Rows* queries) {
   const int64_t element = job.element(), width = job.heads * job.head_dim(), wide = job.heads * job.cache_dim();
   char* joined = job.t.as<char>(kJoined);

@@ -44,7 +44,7 @@ int layer_arguments(const int32_t* form) {
   return kPlainLayer + (form[kHeadNorms] != 0 ? 2 : 0) + (form[kResultNorms] != 0 ? 2 : 0);
 }
 
-// An intermediate matrix of a layer: one inner operator writes it, a later one reads it.
+// An intermediate matrix of a layer. One inner operator writes the matrix, and a later operator reads it.
 struct Between {
   const char* dtype;
   int64_t shape[2];
@@ -202,7 +202,7 @@ class Layer {
   const bool is_stream_, sharded_;
   const int64_t rows_, width_;
   Between qkv_{}, attended_{}, hidden_{}, residual_{}, window_{};
-  Between own_{};  // this agent's term of a sum over agents; float32, because only the sum is rounded
+  Between own_{};  // float32 terms that this agent adds to a sum over agents; only the sum is rounded
 };
 
 // Runs all layers. If `first`, these are the first layers of the model: the argument `hidden` is then the residual

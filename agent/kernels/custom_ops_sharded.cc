@@ -69,8 +69,8 @@ struct Best {
 };
 static_assert(sizeof(Best) == 8, "two elements of gather_rows_to_first");
 
-// Writes to best[i] the token with the largest logit among all agents, the smallest token on a tie. If an agent has
-// found a NaN or an infinity, its value is NaN, and best[i] becomes -1. Only the first agent of the stage receives
+// Writes to best[i] the token with the largest logit of all agents, the smallest token on a tie. If an agent has found
+// a NaN or an infinity, it passes the value NaN, and best[i] becomes -1. Only the first agent of the stage receives
 // results. Sequences that do not sample (last < 0) are skipped.
 int best_of_all(const char* op, int64_t seqs, const int32_t* last, const Best* own, int32_t* best) {
   const int size = exchange_size();
@@ -129,7 +129,7 @@ int sharded_lm_head(const Tensors& t) {
   int32_t* ids = t.as<int32_t>(kBestIds);
   for (int64_t i = 0; i < seqs; ++i) best[i] = {values[i], static_cast<int32_t>(first + ids[i])};
   error = best_of_all(t.op, seqs, last, best, ids);
-  // Finds consecutive sequences that sample, and gathers the logits of each of these groups together.
+  // Finds groups of consecutive sequences that sample, and gathers the logits of each group in one call.
   for (int64_t begin = 0, end; begin < seqs && error == 0; begin = end) {
     end = begin + 1;
     if (last[begin] < 0) continue;

@@ -1,4 +1,4 @@
-"""Copies blocks between the KV cache and the hand-over pool, with headers and checksums."""
+"""Copies blocks between the KV cache and the hand-over pool. The pool has a header and a checksum for each block."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class BlockHandOvers:
     read only once.
 
     ``device[i]`` holds the keys or the values of one layer, with the block as first axis. The pool consists of two
-    uint8 arrays. ``blocks`` is [pool blocks, bytes of a block in all arrays]. ``headers`` is [pool blocks, 64]: a
-    header of 32 bytes and a checksum for each block.
+    uint8 arrays. ``blocks`` is [pool blocks, bytes of a block in all arrays]. ``headers`` is [pool blocks, 64]. For
+    each block, it has a header of 32 bytes, which identifies the content of the block, and a checksum.
     """
 
     def __init__(self, device: Sequence[Array], blocks: Array, headers: Array) -> None:
@@ -63,9 +63,9 @@ class BlockHandOvers:
         """Runs the copies in ``moves``, contiguous int32 [copies, 3]: kind, source block, destination block.
 
         ``expected`` has a header of 32 bytes for each move. A move to the pool stores this header with the block. A
-        move from the pool compares it with the stored header. If the headers differ or the checksum of the block is
-        wrong, sets ``faults[i]`` of move ``i`` to 1. If a kind or a block does not exist, copies nothing and raises
-        KernelError.
+        move from the pool compares this header with the stored header. If the headers differ or the checksum of the
+        block is wrong, sets ``faults[i]`` of move ``i`` to 1. If a kind or a block does not exist, copies nothing and
+        raises KernelError.
         """
         count = moves.shape[0]
         if moves.dtype != np.int32 or moves.shape != (count, _MOVE_WIDTH) or not moves.flags.c_contiguous:

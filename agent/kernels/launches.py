@@ -31,8 +31,8 @@ _ANOTHER_AGENT = "another agent cannot replay its launches"
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """The numbers of tokens, sequences and gathered blocks of a step. The lengths of a graph's arguments depend on
-    them.
+    """The numbers of tokens, sequences and gathered blocks of a step. They determine the lengths of a graph's
+    arguments.
     """
 
     tokens: int
@@ -50,11 +50,13 @@ class RecordingError(Exception):
         super().__init__(reason)
         self.results = results
         self.is_for_good = is_for_good
-        """True if no recording of this graph can be replayed. False if a primitive only refused these inputs."""
+        """True if no recording of this graph can be replayed. False if a primitive refused the inputs of this run, so
+        that another run may succeed.
+        """
 
 
 class RecordedLaunches:
-    """The launches of one run of a graph, which can be replayed.
+    """The recorded launches of one run of a graph. They can be replayed.
 
     ``memory``, the argument of ``record`` and ``record_any_size``, must live as long as this object. If
     ``record_any_size`` made this object, call ``resize`` before ``run``.
@@ -83,7 +85,7 @@ class RecordedLaunches:
             self._sizes = sizes
 
     def spoil(self) -> None:
-        """Fills all memory that the operators of a replay write, with bytes that make every float a NaN.
+        """Fills the memory that the operators of a replay write. The bytes make every float a NaN.
 
         If the recording misses an operator, the results of the next replay then have NaN.
         """
@@ -154,7 +156,7 @@ def _array_at(address: int, num_bytes: int, shape: tuple[int, ...], dtype: Any) 
 
 
 def recordings_bytes() -> int:
-    """Returns the bytes of all recordings and of the memory that their replays write."""
+    """Returns the size in bytes of all recordings and of the memory that their replays write."""
     return int(load_library().llmk_recordings_bytes())
 
 
@@ -203,9 +205,10 @@ def record_any_size(
     """Records two steps of different sizes. Returns one recording that can replay steps of any size up to ``largest``.
 
     ``runs`` maps the sizes of each step to a function that runs it, like ``run`` of ``record``. From the first step to
-    the second, the numbers of tokens, sequences and blocks must grow by different factors. Only tokens and sequences
-    may grow by the same factor, if every step has as many tokens as sequences. Each range of ``memory`` must begin at
-    the same address for every size. Before a replay, the caller must call ``resize`` with the sizes of the step.
+    the second, the numbers of tokens, sequences and blocks must grow by three different factors. There is one
+    exception: if every step has as many tokens as sequences, these two may grow by the same factor. Each range of
+    ``memory`` must begin at the same address for every size. Before a replay, the caller must call ``resize`` with the
+    sizes of the step.
 
     With ``fuses``, one function replaces several launches where plugin/fusion.h allows this. This function makes no
     test replay: the caller must compare the results of a replay with those of the graph. Raises RecordingError if the

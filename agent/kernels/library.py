@@ -126,8 +126,8 @@ def num_threads() -> int:
 
 
 def set_attentive(attentive: bool) -> None:
-    """Sets how long idle threads of the kernels stay awake before they sleep. ``attentive`` makes this time longer. The
-    caller sets it while a graph of many operators runs.
+    """Sets how long idle threads of the kernels stay awake before they sleep: longer if ``attentive``. The caller
+    passes True while a graph of many operators runs.
     """
     load_library().llmk_set_attentive(attentive)
 
@@ -138,7 +138,7 @@ def set_spinning(allowed: bool) -> None:
 
 
 def scratch_bytes(*, between_operators: bool) -> int:
-    """Returns the bytes of memory that the kernels' threads keep between calls.
+    """Returns the size in bytes of the memory that the kernels' threads keep between calls.
 
     With ``between_operators``, counts only the intermediate results of a layer and of its experts, which the memory
     plan lists as activations. Otherwise counts all other memory, which the memory plan lists as kernel scratch.

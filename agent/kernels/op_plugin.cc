@@ -2,7 +2,7 @@
 //
 // MindSpore calls <Primitive>(nparam, params, ndims, shapes, dtypes, stream, extra). The arguments are the inputs of
 // the primitive, in order, and then its outputs. `extra` has the inputs that are not tensors. A kernel of the plugin
-// replaces MindSpore's kernel of the same name in every graph. So MatMul, Gather and Reshape must accept every type and
+// replaces MindSpore's own kernel of this name in every graph. So MatMul, Gather and Reshape must accept every type and
 // shape that MindSpore allows.
 #include <atomic>
 
@@ -71,7 +71,7 @@ int swiglu(const Call& call) {
 // Runs ReshapeAndCache(key, value, key_cache, value_cache, slot_mapping). Copies row t of key and value to slot
 // slot_mapping[t] of the caches [blocks, block_size, kv_heads, head_dim], in place. The slot number is block *
 // block_size + offset. A negative slot is padding: its row is not copied. `value` may be missing. The output has the
-// shape of `key`. Nothing reads the output: MindSpore needs it only to order the operators.
+// shape of `key`. No operator uses its content: MindSpore needs the output only to order the operators.
 int reshape_and_cache(const Call& call) {
   if (!call.is_tensor(2) || !call.is_tensor(4) || !call.has_dtype(4, "int32")) {
     return refuse_text(call.op, "key_cache and an int32 slot_mapping are needed");
@@ -167,9 +167,9 @@ Call make_call(const char* op, int count, void** data, int* ndims, int64_t** sha
 
 }  // namespace
 
-// The handling of errors. After a kernel has returned an error, MindSpore never runs the graph again and does not free
-// the graph's memory. Therefore a caller can set holds_failures. Then a failing kernel reports success and its name is
-// stored. All kernels do nothing and report success until the caller takes this name.
+// After a kernel has returned an error, MindSpore never runs the graph again and does not free the graph's memory. To
+// avoid this, a caller can set holds_failures. A failing kernel then reports success, and its name is stored in
+// held_failure. Until the caller takes this name, all kernels do nothing and report success.
 static std::atomic<bool> holds_failures{false};
 static std::atomic<const char*> held_failure{nullptr};
 

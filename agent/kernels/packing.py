@@ -119,12 +119,12 @@ def pack_weight(
 
     Without ``scales``, ``values`` are floats of ``source_dtype`` (bfloat16 as uint16). If ``fmt`` is an integer format,
     this function quantises them. With ``scales`` float32 [columns, groups], ``values`` are already integers: int8, or
-    uint8 from 0 to 15 for int4. ``zeros`` uint8 [columns, groups] are the zero points of int4, from 0 to 16. None means
-    that all are 8.
+    uint8 from 0 to 15 for int4. ``zeros`` uint8 [columns, groups] are the zero points of int4, from 0 to 16. If
+    ``zeros`` is None, all zero points are 8.
 
-    If ``gated``, the first half of the columns is the gate of ``activation``, and the second half is the value.
-    ``GATES`` lists the activations. ``bias`` float32 [columns] is added to the output. ``static_inputs`` are only for
-    int8 with ``scales``.
+    If ``gated``, the first half of the columns is the gate of ``activation``, and the second half is its second factor,
+    ``up``. ``GATES`` lists the activations. ``bias`` float32 [columns] is added to the output. ``static_inputs`` are
+    only for int8 with ``scales``.
 
     Raises ValueError if the arrays do not fit, and KernelError if the kernel refuses them.
     """
@@ -157,8 +157,8 @@ def join_weight_parts(blob: Blob, parts: int) -> None:
     """Joins ``parts`` packed weights to one weight. The parts are for consecutive ranges of the inputs. The product
     with the joined weight is the sum of the products with the parts, added in float32.
 
-    The packed parts follow the first 64 bytes of ``blob``, each aligned to 64 bytes. Raises KernelError if the parts do
-    not fit each other.
+    The first 64 bytes of ``blob`` receive the header of the joined weight. The caller has placed the packed parts after
+    them, each aligned to 64 bytes. Raises KernelError if the parts do not fit together.
     """
     if load_library().llmk_join_weight_parts(blob.ctypes.data, blob.size, parts) != 0:
         raise KernelError(f"{parts} parts of a weight could not be joined; the reason is on standard error")

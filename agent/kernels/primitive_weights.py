@@ -1,9 +1,9 @@
 """Packs the weights of native primitives on a CPU. The kernels find the packed copy of a weight by the weight's
 address.
 
-MindSpore passes the original weight to a primitive, in the layout of the primitive's documentation. The kernels
-multiply by a packed copy (ops/linear.h) and never read the original. So the memory of the original is given back to the
-system. A later access to this memory ends the process instead of reading wrong numbers.
+MindSpore passes the original weight to a primitive, in the layout that the primitive's documentation requires. The
+kernels multiply by a packed copy (ops/linear.h) and never read the original. So the memory of the original can be given
+back to the system. Any later access to this memory then ends the process, so no code can read wrong numbers.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _PROT_NONE, _PROT_READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
 
 @dataclass(frozen=True, slots=True)
 class PrimitiveWeight:
-    """A weight in the layout of its primitive (ops/primitive_weight.h), or the weights of all experts.
+    """A weight in the layout of its primitive (ops/primitive_weight.h), or the weights of all experts of a layer.
 
-    The weights of experts have one more axis, the expert, as first axis. In int4 weights, a byte has two values. The
-    value with the even index is in the low half.
+    The arrays for all experts have one more axis: the first axis is the expert. In int4 weights, a byte has two values.
+    The value with the even index is in the low four bits.
     """
 
     values: Array
@@ -55,7 +55,7 @@ class PrimitiveWeight:
     group: int = 0
     """Number of inputs that share a scale. 0 means all inputs."""
     float_products: bool = False
-    """True if the integers multiply float activations (WeightQuantBatchMatmul)."""
+    """True if the integer weight is multiplied by float activations (primitive WeightQuantBatchMatmul)."""
     sum_offsets: Array | None = None
     """int32 [out]: numbers that are added to the integer sums of an int8 weight, if the primitive QuantV2 quantises the
     inputs. None if the primitive DynamicQuantExt quantises the inputs.
@@ -84,7 +84,7 @@ class KeptWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all packed copies."""
+        """Total size of all packed copies in bytes."""
         return sum(blob.nbytes for _, blob in self._kept.values())
 
     def keep(self, weight: PrimitiveWeight, *, release: bool) -> None:

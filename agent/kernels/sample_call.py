@@ -1,4 +1,4 @@
-"""Calls the sampler kernels. A ``SampleCall`` is prepared once for the arrays of a step slot.
+"""Calls the sampler kernels. A ``SampleCall`` is made once for a step slot and then used for every step in the slot.
 
 ops/sampler.cc samples from whole rows of logits, ops/candidates.cc from the best tokens that a device found.
 """
@@ -31,9 +31,9 @@ SAMPLE_INPUTS: dict[str, Any] = {each.name: np.dtype(each.column) for each in SA
 the same names.
 
 ``do_sample`` 0 means that the row is skipped and its token becomes -1. Without ``do_sample``, every row is sampled.
-``rows`` are the indices in ``SampleOutputs.last_token`` at which the tokens are stored. They are needed only with
-``last_token``. ``mask_number`` is the number of the row's mask in ``masks``, counted from 1, or 0 if all tokens are
-allowed.
+``rows`` are the indices in ``SampleOutputs.last_token`` at which the tokens are stored. Without ``last_token``,
+``rows`` may be missing. ``mask_number`` is the number of the row's mask in ``masks``, counted from 1, or 0 if all
+tokens are allowed.
 """
 SampleInputs = Mapping[str, npt.NDArray[Any]]
 """Maps each name of ``SAMPLE_INPUTS`` to an array. An array may have more entries than there are rows."""
@@ -198,9 +198,9 @@ class SampleCall:
         histories: Sequence[Int32Array | None] | None = None,
         prompt_lens: Sequence[int] | Int32Array | None = None,
     ) -> npt.NDArray[np.bool_]:
-        """Chooses the tokens of the rows whose token the candidates determine. The token is the one that ``run`` would
-        choose. Returns a bool for each row [S]: True if the row has no token yet and needs its whole logits
-        (``run_rows``).
+        """Chooses the tokens of the rows whose token the candidates determine. It is the token that ``run`` would
+        choose. Returns a bool for each row [S]. True means that the row has no token yet: ``run_rows`` must sample it
+        from its whole logits.
 
         ``best_ids`` [S] are the tokens with the largest logits, the smaller id on a tie, and ``best_values`` [S] are
         these logits. Without ``candidates``, only greedy rows that report no logits are sampled. The other arguments
@@ -234,7 +234,8 @@ class SampleCall:
         histories: Sequence[Int32Array | None] | None = None,
         prompt_lens: Sequence[int] | Int32Array | None = None,
     ) -> None:
-        """Chooses tokens for some of the rows, from ``logits`` [R, V]. The results of all other rows stay as they are.
+        """Chooses tokens for some of the rows, from the R rows of ``logits`` [R, V]. The results of all other rows stay
+        as they are.
 
         ``logits_rows`` [S] has the index in ``logits`` for each row that gets a token, and -1 for all other rows. The
         other arguments and the errors are those of ``run``.

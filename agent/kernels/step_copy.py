@@ -1,4 +1,4 @@
-"""Copies the inputs of a step out of its slot and checks them, in one call of a kernel (ops/step_copy.h)."""
+"""Copies the inputs of a step out of its step slot and checks them, in one kernel call (ops/step_copy.h)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ADAPTERS = 5
 
 @dataclass(frozen=True, slots=True)
 class StepBounds:
-    """The limits of the values in a step. A field ``lowest_...`` is a lower limit: the smallest valid value, a negative
+    """The limits of the values in a step. A field ``lowest_...`` is the smallest valid value, which is a negative
     number with a special meaning. All other fields are upper limits.
     """
 
@@ -59,7 +59,7 @@ class StepBuffers:
     """Memory for the inputs of one step. The addresses do not change, so that a graph can read this memory directly."""
 
     def __init__(self, max_tokens: int, max_seqs: int, table_size: int, max_adapters: int = 0) -> None:
-        """``table_size`` is the number of entries of all block tables together.
+        """Allocates the memory. ``table_size`` is the number of entries of all block tables together.
 
         ``max_adapters`` is the number of adapter slots. 0 means that the steps have no adapters.
         """
@@ -79,7 +79,8 @@ class StepBuffers:
         each token, or -1.
         """
         self.loaded: Int32Array = np.zeros(max_adapters, np.int32)
-        """1 for each adapter slot that has an adapter, otherwise 0. Steps may name only adapter slots with an adapter.
+        """Element i is 1 if adapter slot i has an adapter, otherwise 0. Steps may name only adapter slots with an
+        adapter.
         """
 
 
@@ -105,8 +106,8 @@ class StepCopy:
         """Checks the arrays and stores their addresses.
 
         ``row_last_tokens`` [num_rows] has the last token of each batch row, or a negative number if there is none. In
-        the copied ``token_ids``, this token replaces ``bounds.lowest_token``. If ``row_last_tokens`` is None,
-        ``bounds.lowest_token`` stays.
+        the copied ``token_ids``, this token replaces each ``bounds.lowest_token``. If ``row_last_tokens`` is None,
+        nothing is replaced.
 
         Raises ValueError if an array is not contiguous int32 or too short.
         """
@@ -138,7 +139,7 @@ class StepCopy:
         self._pointer = ctypes.byref(args)
 
     def run(self, tokens: int, seqs: int, width: int, *, decode: bool) -> bool:
-        """Copies a step. ``decode`` means one token for each sequence.
+        """Copies a step. ``decode`` means that each sequence has one token.
 
         Returns False if the arrays do not hold a valid step of these sizes; the copies are then undefined.
         """

@@ -70,8 +70,8 @@ using BroadcastQuad = __m256i;  // 4 int8 activations, the same in every lane
 
 // Multiplies unsigned by signed bytes (VPDPBUSD) and adds the four products of each 32-bit lane to `total`. {vex}
 // selects the encoding of AVX-VNNI. Otherwise the assembler would choose the encoding of AVX-512, which some processors
-// with AVX-VNNI do not have. This is assembly, because GCC 12 copies the sums of the intrinsic in every iteration of a
-// loop.
+// with AVX-VNNI do not have. The function uses assembly instead of the intrinsic. With the intrinsic, GCC 12 copies the
+// sums in every iteration of a loop.
 LLMK_INLINE void add_products(__m256i* total, __m256i unsigned_bytes, __m256i signed_bytes) {
   asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(*total) : "x"(unsigned_bytes), "x"(signed_bytes));
 }

@@ -4,8 +4,8 @@
 
 namespace llmk::LLMK_ARCH {
 
-// Sixteen integers. Ints is a struct, so that integers and masks have different types: the mask of a comparison of two
-// Vec is an IntVec.
+// Sixteen integers. Ints is a struct around an IntVec, because IntVec is also the type of masks: comparing two Vec
+// gives an IntVec.
 struct Ints {
   IntVec v;
 };
@@ -71,7 +71,8 @@ LLMK_INLINE Quads high_nibbles(Ints a) { return quads({(a.v >> 4) & 0x0F0F0F0F})
 #ifdef LLMK_NEON_DOT
 LLMK_INLINE Vec fused(Vec a, Vec b, Vec c) { return fma(a, b, c); }
 #else
-// Rounds once, but is slow: it may call the C library for each lane. fma() in vec_portable.h rounds twice.
+// This version is slow, because it may call the C library for each lane. fma() in vec_portable.h is faster, but rounds
+// twice.
 LLMK_INLINE Vec fused(Vec a, Vec b, Vec c) {
   Vec result;
   for (int i = 0; i < 16; ++i) result[i] = __builtin_fmaf(a[i], b[i], c[i]);

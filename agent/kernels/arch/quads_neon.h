@@ -6,8 +6,8 @@ namespace llmk::LLMK_ARCH {
 
 // Four signed bytes in each 32-bit lane: nibbles, or int8 weights. A packed weight stores an int8 weight w as the
 // unsigned byte w + 128. The instruction SDOT takes only signed bytes, so quads() converts the stored bytes to w.
-// Therefore the sum of a dot product starts at 0. (The other instruction sets multiply the stored bytes. Their sums
-// start at -128 times the sum of the activations, which corrects the result.)
+// Therefore the sum of a dot product starts at 0. (The other instruction sets multiply by the stored w + 128. To remove
+// the 128, their sums start at -128 times the sum of the activations.)
 struct Quads {
   int32x4_t part[4];
 };

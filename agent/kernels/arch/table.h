@@ -2,8 +2,8 @@
 // this file.
 //
 // setup.py compiles each arch/<isa>.cc a second time for the ceilings program, which measures the speed of the
-// processor. For this program, LLMK_TABLE_FILE is the path of its loops.h. Then this file includes loops.h instead of
-// the kernels.
+// processor. In that build, LLMK_TABLE_FILE is the path of the file loops.h of the program. This file then includes
+// loops.h instead of the kernels.
 #pragma once
 #ifdef LLMK_TABLE_FILE
 #include LLMK_TABLE_FILE

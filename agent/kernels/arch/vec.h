@@ -18,13 +18,13 @@
 //   zero_below(v, x, limit)            v in the lanes where x >= limit, otherwise 0
 //   sum(v)  largest(v)                 the sum of the lanes, the largest lane
 //   sums(v, out)                       out[i] = sum(v[i]) for an array of 4 or 16 vectors
-//   bits_below(bits, v)                the float with the bits: `bits` minus the bits of v, as integers
+//   bits_below(bits, v)                the float whose bits, as an integer, are `bits` minus the bits of v
 //   first_lane_equal(v, x)             the first lane that equals x, or 16 if there is none
 //   find_between(v, low, high, indices)   writes the lanes with low < v <= high, ascending; returns their number
 //
-//   Ints                               a vector of 16 int32, with broadcast_int load_ints store_ints add multiply
-//                                      shift_right to_floats and other functions
-//   Quads                              four weights in each 32-bit lane. quads() makes them from bytes w + 128.
+//   Ints                               a vector of 16 int32. It has the functions broadcast_int load_ints store_ints
+//                                      add multiply shift_right to_floats and others.
+//   Quads                              four weights w in each 32-bit lane. quads() makes them from bytes w + 128.
 //   kByteZero                          the byte for the weight 0 in Quads: 128, or 0 if the bytes are signed
 //   BroadcastQuad                      four int8 activations, the same in each lane
 //   dot_quads(total, w, x)             adds the exact dot product of each lane's four weights and activations
@@ -95,7 +95,7 @@ LLMK_INLINE Vec exponential(Vec x) {
 // order to 1.7e-8. The instructions for approximate reciprocals are not used, because their results differ between
 // processors.
 LLMK_INLINE Vec sigmoid(Vec x) {
-  constexpr float kLimit = 86.0f, kLog2E = 1.44269504088896341f, kRest = 1.92596299e-8f;  // log2(e) - kLog2E
+  constexpr float kLimit = 86.0f, kLog2E = 1.44269504088896341f, kRest = 1.92596299e-8f;  // kRest = log2(e) - kLog2E
   constexpr uint32_t kGuess = 0xFEF311C3u;
   const Vec one = broadcast(1.0f), clamped = maximum(broadcast(-kLimit), minimum(broadcast(kLimit), x));
   const Vec n = round_nearest(mul(clamped, broadcast(-kLog2E)));

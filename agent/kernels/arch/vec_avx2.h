@@ -65,7 +65,7 @@ LLMK_INLINE Vec fma(Vec a, Vec b, Vec c) {
   return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
 }
 // Adds a * x to total, where x is a number in memory. Load and addition are one asm statement. Otherwise GCC 12 would
-// keep several x in registers, and some of the totals of a tile in memory.
+// use registers for several x, and would keep some totals of a tile in memory.
 LLMK_INLINE void add_product(Vec* total, Vec a, const float* x) {
   __m256 spread;
   asm("vbroadcastss %[x], %[spread]\n\t"

@@ -91,7 +91,7 @@ LLMK_INLINE float sum(Vec v) {
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
-// Reduces each of the four vectors to four partial sums, adding in the order of sum(). Lanes 4i to 4i + 3 of the result
+// Reduces each of the four vectors to four partial sums. Adds in the order of sum(). Lanes 4i to 4i + 3 of the result
 // are the partial sums of vector i.
 LLMK_INLINE __m512 sums_of_four(Vec a, Vec b, Vec c, Vec d) {
   const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a.v, b.v, 0x44), _mm512_shuffle_f32x4(a.v, b.v, 0xEE));

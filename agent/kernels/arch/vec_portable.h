@@ -1,5 +1,5 @@
-// The type Vec of vec.h without intrinsics: 16 floats as a GCC vector. The compiler uses the baseline of the
-// architecture, such as SSE2 or NEON. On Arm, the multiply-adds are intrinsics.
+// The type Vec of vec.h without intrinsics: 16 floats as a GCC vector. The compiler turns its operations into the basic
+// vector instructions of the architecture, such as SSE2 or NEON. On Arm, the multiply-adds are intrinsics.
 #pragma once
 #ifdef LLMK_NEON_DOT
 #include <arm_neon.h>
@@ -56,7 +56,7 @@ LLMK_INLINE Vec fma(Vec a, Vec b, Vec c) {
   return result;
 }
 #else
-// Rounds twice: the compiler flag -ffp-contract=off forbids a fused multiply-add.
+// Rounds the product and then the sum: the compiler flag -ffp-contract=off forbids a fused multiply-add.
 LLMK_INLINE Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
 #endif
 LLMK_INLINE Vec select(IntVec mask, Vec a, Vec b) { return (Vec)(((IntVec)a & mask) | ((IntVec)b & ~mask)); }

@@ -25,8 +25,8 @@ struct KernelTable {
   void (*linear)(const LinearArgs&);
   // LoRA (lora.h): multiplies a tile's rows of activations by rows [16 * group, 16 * group + 16) of the matrix A.
   void (*lora_shrink)(const ShrinkTile& tile, int64_t group);
-  // Quantises the activations `x` of one row to int8, and stores them as row `row` of `rows`. The packed weight `blob`
-  // determines how (ops/quantize_row.h).
+  // Quantises the activations `x` of one row to int8, and stores them as row `row` of `rows`. `blob` is the packed
+  // weight of the layer. It determines the groups, and may have scales for the inputs (ops/quantize_row.h).
   void (*quantize_row)(DType dtype, const void* x, const QuantizedRows& rows, int64_t row, const void* blob);
   void (*sum_parts)(DType dtype, const void* const* parts, int num_parts, DType out_dtype, void* out, int64_t count);
   void (*rotary_attention)(const RotaryAttentionArgs&);
@@ -37,7 +37,7 @@ struct KernelTable {
 
 // Returns the best table for this processor, or the table that LLM_KERNELS_ISA names: portable, avx2, avx2_vnni,
 // avx512, avx512_vnni, avx512_bf16, avx512_amx, neon_dot, neon_i8mm or neon_bf16. If the build or the processor does
-// not have the named instruction set, ends the process. Another instruction set would hide the error.
+// not have the named instruction set, ends the process. Silently using another instruction set would hide the mistake.
 const KernelTable& kernels();
 
 // Returns the names of the instruction sets that were compiled, the fastest first, separated by spaces.

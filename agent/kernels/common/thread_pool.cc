@@ -70,7 +70,7 @@ thread_local bool inside_task = false;
 //
 // `state_` has three parts: epoch << 17 | open << 16 | workers. `epoch` is the number of loops that have begun, and
 // `workers` is the number of workers that run the current loop. A worker may join a loop only while `open` is 1. So the
-// caller does not wait for workers that wake late, and late workers cannot access a finished loop.
+// caller does not wait for workers that wake late, and these workers cannot enter a finished loop.
 class ThreadPool {
  public:
   ThreadPool() {
@@ -223,8 +223,8 @@ class alignas(64) Stretch {
   std::atomic<uint64_t> left_;  // undefined until set() is called
 };
 
-// The bytes of scratch memory of all threads. Element 1 counts the buffers kScratchLayer and kScratchExperts, element 0
-// all others.
+// The bytes of scratch memory of all threads. Element 1 is the size of the buffers kScratchLayer and kScratchExperts,
+// element 0 the size of all other buffers.
 std::atomic<int64_t> scratch_total[2];
 
 std::atomic<int64_t>& total_of(int slot) { return scratch_total[slot == kScratchLayer || slot == kScratchExperts]; }

@@ -13,9 +13,9 @@ using TaskFunction = void (*)(void* context, int64_t index);
 // already runs a task of the pool, the calling thread makes all calls alone.
 void run_parallel(int64_t count, TaskFunction function, void* context);
 
-// Makes the same calls as run_parallel(), but gives each thread a range of consecutive indices. So each call can
-// prefetch the memory for the next index. A thread that has finished its range takes indices from the ends of the other
-// threads' ranges.
+// Makes the same calls as run_parallel(), but gives each thread a range of consecutive indices. So a call can prefetch
+// the memory that the thread needs for its next index. A thread that has finished its range takes indices from the ends
+// of the other threads' ranges.
 void run_stretches(int64_t count, TaskFunction function, void* context);
 
 // Sets the number of threads, including the calling thread. 0 means one thread for every processor that the process may
@@ -81,10 +81,10 @@ enum ScratchSlot : int {
   kScratchBest = 10,       // largest logit of each row (used by the calling thread)
   kScratchLayer = 11,      // data between the operators of a layer (used by the calling thread)
   kScratchExperts = 12,    // activations sorted by expert (used by the calling thread)
-  kScratchParts = 13,      // products with each part of a weight in parts (used by the calling thread)
+  kScratchParts = 13,      // products with each part of a weight that is stored in parts (used by the calling thread)
   kScratchLaidOut = 14,    // keys and values of a sequence in the layout of the cache (used by the calling thread)
   kScratchLengths = 15,    // lengths of sequences (used by the calling thread)
-  kScratchStatic = 16,     // scales and offsets of static inputs, and scales of rows (used by the calling thread)
+  kScratchStatic = 16,     // calibrated scales and offsets of inputs, and scales of rows (used by the calling thread)
   kScratchLora = 17,         // products with the matrices A of adapters (used by the calling thread)
   kScratchLoraWeights = 18,  // the adapter of each row of a linear layer (used by the calling thread)
   kScratchLoraRows = 19,     // activations as floats, for the products with A (used by each thread)

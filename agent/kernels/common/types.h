@@ -10,7 +10,8 @@
 // Exports a function from the library. All other functions are hidden (-fvisibility=hidden).
 #define LLMK_ENTRY __attribute__((visibility("default")))
 
-// Forces the compiler to inline a function. In a function call, vector registers would go through memory.
+// Forces the compiler to inline a function. A call of the function would pass the contents of vector registers through
+// memory.
 #define LLMK_INLINE static inline __attribute__((always_inline))
 
 // Unrolls a loop over a tile completely. Otherwise the compiler keeps the tile in memory instead of registers.

@@ -154,7 +154,7 @@ int gather_tile(const char* op, const GatherRowsArgs& args, int64_t row, int64_t
   const bool first = stage.index() == 0;
   void* buffer = stage.begin_piece(op);
   if (buffer == nullptr) return kGroupDown;
-  const auto columns_of = [&](int r) {  // returns how many columns of this piece agent r has
+  const auto columns_of = [&](int r) {  // returns how many columns of agent r are in this piece
     return larger(0, smaller(columns, smaller(args.stride, args.whole - r * args.stride) - column));
   };
   int64_t own = 0;

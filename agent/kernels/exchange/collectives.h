@@ -6,7 +6,7 @@
 // pieces, each agent adds up all pieces itself, in the order of the ranks. It adds in float32 and rounds once. So all
 // agents get the same bits, and an element of the sum depends only on its own terms.
 //
-// Each agent alternates between two buffers, so piece n overwrites piece n - 2. Before an agent writes piece n, it
+// Each agent uses two buffers in turn, so its piece n overwrites its piece n - 2. Before an agent writes piece n, it
 // waits until all agents have published piece n - 1. This is sufficient, because an agent publishes piece n - 1 only
 // after it has read piece n - 2. All agents of a stage must call the same functions in the same order.
 #pragma once
@@ -43,15 +43,15 @@ int exchange_index();
 // to standard error and returns an error code.
 int all_reduce(const char* op, DType dtype, const void* in, DType out_dtype, void* out, int64_t count);
 
-// Collects the arrays `in` of all agents of the stage in `out` [size, bytes], in the order of the ranks. Each array has
+// Copies the arrays `in` of all agents of the stage to `out` [size, bytes], in the order of the ranks. Each array has
 // `bytes` bytes. Returns 0 or an error code.
 int all_gather(const char* op, const void* in, void* out, int64_t bytes);
 
 // The arguments of gather_rows_to_first(), which collects matrices of 4-byte elements in the first agent.
 //
-// The matrix `in` [rows, in_width] of agent r is copied to the columns of `out` from number r * stride on. Columns of
-// `out` from number `whole` on are not written. Consecutive rows of `out` are `out_stride` elements apart. The first
-// agent must write its own columns to `out` before the call.
+// The matrix `in` [rows, in_width] of agent r is copied to `out`, where its first column becomes column r * stride.
+// Only the first `whole` columns of `out` are written. Consecutive rows of `out` are `out_stride` elements apart. The
+// first agent must write its own columns to `out` before the call.
 struct GatherRowsArgs {
   const void* in;
   void* out;  // used in the first agent only

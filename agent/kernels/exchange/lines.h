@@ -6,8 +6,8 @@
 
 namespace llmk {
 
-// A counter in a cache line of its own, in shared memory. The counter may wrap around. So a process may wait only for a
-// value that is at most 2^31 above the current value.
+// A counter in shared memory that has a cache line to itself. The counter may wrap around. So a process may wait only
+// for a value that is at most 2^31 above the current value.
 struct alignas(64) FlagLine {
   std::atomic<uint32_t> value;
   std::atomic<uint32_t> sleepers;
@@ -16,7 +16,7 @@ struct alignas(64) FlagLine {
 static_assert(sizeof(FlagLine) == 64, "a flag has a cache line to itself");
 static_assert(std::atomic<uint32_t>::is_always_lock_free, "processes share no locks");
 
-constexpr int kGroupDown = 3;  // error code: the group is down. common/check.h has the smaller codes.
+constexpr int kGroupDown = 3;  // error code: the group is down. common/check.h defines the codes below 3.
 
 static inline bool has_reached(const FlagLine& line, uint32_t target) {
   return static_cast<int32_t>(line.value.load(std::memory_order_acquire) - target) >= 0;

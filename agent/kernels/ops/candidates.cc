@@ -15,8 +15,8 @@ namespace {
 // kMassErrorPerUnit * |largest logit|. The second term is the error of the rounded exponents, which grows with the
 // largest logit.
 constexpr double kMassError = 0x1p-16, kMassErrorPerUnit = 0x1p-21;
-// Bound of the relative difference between two sums in double that add the same terms in different orders. This file
-// and RankedRow (ranked_logits.h) use different orders.
+// Bound of the relative difference between a sum of this file and the same sum of RankedRow (ranked_logits.h). Both add
+// the same terms in double, but in different orders.
 constexpr double kOrderError = 1e-12;
 
 struct Token {
@@ -98,8 +98,9 @@ double mass(const CandidateArgs& from, const float* sums, int64_t row, float top
 
 // Sorts the candidates by logit_of(token), largest first, and the smaller id first on a tie.
 //
-// Returns for how many candidates, from the largest on, the rank is certain. Their logits are above `threshold`, so no
-// token outside the candidates can rank before them. If only candidates have finite logits, all ranks are certain.
+// Returns the number of candidates, counted from the largest, whose rank is certain. Their logits are above
+// `threshold`, so no token outside the candidates can rank before them. If only candidates have finite logits, all
+// ranks are certain.
 template <class LogitOf>
 size_t rank(Row* row, float threshold, const LogitOf& logit_of) {
   row->sorted.clear();
@@ -215,7 +216,7 @@ int32_t choose(const SampleArgs& args, const CandidateArgs& from, int64_t row, R
 }
 
 // Samples a row and writes its results: the token, the logsumexp and the best tokens. If the candidates do not
-// determine all of them, returns false and writes nothing.
+// determine all of these results, returns false and writes nothing.
 bool decide(const SampleArgs& args, const CandidateArgs& from, int64_t row) {
   thread_local Row found;
   const int32_t wanted = args.num_top_logits[row];

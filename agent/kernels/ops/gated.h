@@ -1,4 +1,5 @@
-// The activations of gated linear layers: a function of a gate and a second factor, called up, both in float32.
+// The activations of gated linear layers. Each computes one float32 number from two: the gate, and a second factor
+// `up`.
 //
 //   kSilu         gate * sigmoid(gate) * up                                   SwiGLU (Shazeer 2020)
 //   kGelu         gate * sigmoid(1.5957691 * (gate + 0.044715 gate^3)) * up   GeGLU, in the form that uses tanh:
@@ -25,8 +26,8 @@ LLMK_INLINE Vec gelu_lanes(Vec x) {
   return mul(x, sigmoid(bent));
 }
 
-// Computes kClampedSilu for 16 elements. If one argument is NaN, minimum() and maximum() return their second argument.
-// So the number to clamp is the second argument, and a NaN stays a NaN.
+// Computes kClampedSilu for 16 elements. If one argument of minimum() or maximum() is NaN, the result is the second
+// argument. So the number to clamp is passed as the second argument, and a NaN stays a NaN.
 LLMK_INLINE Vec clamped_silu_lanes(Vec gate, Vec up) {
   const Vec limit = broadcast(kClampedLimit), g = minimum(limit, gate);
   const Vec u = maximum(broadcast(-kClampedLimit), minimum(limit, up));

@@ -1,10 +1,10 @@
 // Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464): linear attention. Instead of all keys and values of a sequence,
 // it keeps one matrix of fixed size for each value head.
 //
-// For each token, `projected` has the channels of queries, keys and values, then the output gate z. Then come two
-// further numbers for each value head: b of all value heads, then a of all value heads. The number b gives the
-// strength, and the number a gives the decay. A key head serves `value_heads / key_heads` consecutive value heads. For
-// each token t and value head:
+// For each token, `projected` has the channels of queries, keys and values, then the output gate z. Then come the
+// numbers b, one for each value head, and the numbers a, one for each value head. The number b determines the strength,
+// and the number a determines the decay. A key head serves `value_heads / key_heads` consecutive value heads. For each
+// token t and value head:
 //
 //   x         silu(sum over j of conv[channel][j] * input[t - taps + 1 + j]). Its channels are those of q, k and v.
 //   q, k      q / |q| / sqrt(key_dim) and k / |k|. |x| is sqrt(sum of squares + 1e-6).
@@ -24,10 +24,10 @@
 // the ends of blocks, in the middle of a prompt. The sizes `key_dim` and `value_dim` are multiples of 16.
 //
 // The last tokens of a run may be drafts, which the server may reject. The state that the run writes then ends before
-// the drafts, and the run logs what the recurrence needs of each draft. The log follows the state in memory: inputs
-// [logged][channels], then decay and strength [logged][value_heads][2]. The next run of the sequence first replays the
-// logged tokens that were accepted. A replay repeats the same operations, so it gives the same bits. The log takes some
-// KB for each draft. A further state for each draft would take as much memory as the matrices.
+// the drafts. For each draft, the run stores the inputs of the recurrence in a log. The log follows the state in
+// memory: inputs [logged][channels], then decay and strength [logged][value_heads][2]. The next run of the sequence
+// first replays the logged tokens that were accepted. A replay repeats the same operations, so it gives the same bits.
+// The log takes some KB for each draft. A further state for each draft would take as much memory as the matrices.
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -48,7 +48,7 @@ struct DeltaRun {
   struct {
     int32_t after, to;
   } saves[kDeltaSaves];
-  int32_t replayed;  // number of accepted drafts in the log of the state `read`; the run first adds them to the state
+  int32_t replayed;  // number of accepted drafts in the log of the state `read`; the run first replays them
   int32_t settled;   // number of tokens that the state `write` includes; the later tokens are drafts and are logged
 };
 
@@ -158,7 +158,7 @@ static inline void begin_run(const GatedDeltaArgs& args, const DeltaRun& run, co
   }
 }
 
-// Reads the inputs of the head's channels for `count` tokens from `projected`, as floats.
+// Copies the inputs of the head's channels for `count` tokens from `projected` to piece.inputs, as floats.
 template <class T>
 static inline void read_inputs(const GatedDeltaArgs& args, const HeadChannels& own, const DeltaPiece& piece,
                                int64_t token, int64_t count) {
@@ -341,7 +341,7 @@ static inline int64_t piece_tokens(const DeltaRun& run, int64_t done) {
   return end - done;
 }
 
-// Completes the states that the run stores after its first `done` tokens. A state consists of the head's `matrix` and
+// Stores the states that the run must store after its first `done` tokens. A state consists of the head's `matrix` and
 // the last taps - 1 inputs, which are the first rows of piece.inputs. If the run saves a state after these tokens,
 // copies both parts. If the state run.write is the state after these tokens, copies only the inputs, because its matrix
 // is already in place.

@@ -21,7 +21,7 @@ constexpr int64_t kLanes = 8;
 constexpr int64_t kStripe = 8 * kLanes;  // bytes
 constexpr int64_t kRound = 16;           // stripes
 constexpr int64_t kPiece = 8 << 10;      // bytes that stay in the first-level cache between copy and checksum
-constexpr int64_t kAhead = 8 << 10;      // bytes of the next part that are fetched ahead
+constexpr int64_t kAhead = 8 << 10;      // bytes of the next part that are prefetched
 constexpr uint64_t kMix = 0x9E3779B1;
 
 struct Keys {
@@ -132,8 +132,8 @@ static void finish(const Sum& sum, uint64_t* checksum) {
 }
 
 // Copies a part of a block and adds its bytes to the checksum. With AVX2, whole stripes are read once, for both the
-// copy and the checksum. All other bytes are copied first. Then they are read again for the checksum, from `summed`,
-// which is either `to` or `from`.
+// copy and the checksum. All other bytes are copied first. Then they are read again for the checksum from `summed`,
+// which is equal to `to` or to `from`.
 //
 // At the same time, prefetches the rest of the source, and then `next`, the start of the next part. The parts of a
 // block are in different arrays, so the hardware prefetchers cannot find the next part.

@@ -1,5 +1,5 @@
 // Copies blocks of the KV cache to or from the hand-over pool, which the agents of several replicas map. Each block of
-// the pool has a header with its expected content (llm_serving/handover/header.py) and a checksum.
+// the pool has a header, which identifies the content of the block (llm_serving/handover/header.py), and a checksum.
 //
 //   device[a] [device_blocks, part_bytes] for each array a; pool [pool_blocks, num_arrays, part_bytes]
 //   moves [num_moves, 3]: kind (kHandOutBlock or kHandInBlock), source block, destination block
@@ -34,10 +34,11 @@ struct HandBlocksArgs {
   int64_t num_arrays, num_moves, part_bytes, device_blocks, pool_blocks;
 };
 
-// Runs the moves, with one thread for each block. A move to the pool writes the block, the expected header and the
-// checksum. A move from the pool compares the header, copies the block and compares the checksum. If the header or the
-// checksum is wrong, sets faults[m] to 1. All other elements of `faults` stay unchanged. Returns 0. If a kind or a
-// block is out of range, copies nothing, writes one line to standard error and returns an error code.
+// Runs the moves, with one thread for each block. A move to the pool writes the block, the header in `expected` and the
+// checksum. A move from the pool compares the stored header with `expected`, copies the block and compares the
+// checksum. If the header or the checksum is wrong, sets faults[m] to 1. All other elements of `faults` stay unchanged.
+// Returns 0. If a kind or a block is out of range, copies nothing, writes one line to standard error and returns an
+// error code.
 int hand_blocks(const char* op, const HandBlocksArgs& args);
 
 // Writes the checksum of a block to checksum [kChecksumWords]. The block has `parts` parts of `part_bytes` bytes each,

@@ -133,8 +133,8 @@ static_assert(sizeof(PackedWeightHeader) == 64, "the header is one cache line");
 //   Integer formats without `scales`: the values are floats of source_dtype, which are quantised here to nearest.
 //     kInt8* is symmetric with scale = max|w| / 127. kInt4* has scale = max|w| / 7 and zero point 8. If `asymmetric`,
 //     kInt4* has zero points and the scale (max - min) / 15 of a range that contains 0.
-//   gate: the activation of a gated weight, else kNone. Rows [0, columns / 2) are the gate. The other rows are its
-//     second factor, called up.
+//   gate: the activation of a gated weight, else kNone. Rows [0, columns / 2) are the gate. The other rows are the
+//     factor `up` of ops/gated.h.
 struct PackSource {
   WeightFormat format;
   DType source_dtype;
@@ -152,8 +152,8 @@ struct PackSource {
   const int32_t* sum_offsets;
 };
 
-// Returns the size of a blob in bytes, or 0 for invalid sizes. For example, a group must be a multiple of 8, and an
-// integer weight has at most 65536 depths.
+// Returns the size of a blob in bytes, or 0 for invalid sizes. For example, a group must be a multiple of 8 depths, and
+// an integer weight may have at most 65536 depths.
 int64_t packed_weight_bytes(WeightFormat format, int64_t columns, int64_t depth, int64_t group, bool biased,
                             bool static_inputs = false);
 
@@ -179,7 +179,7 @@ struct QuantizedRows {
 };
 
 bool wants_quantized_rows(const void* blob);                                 // true: the weight takes int8 activations
-// Bytes of the QuantizedRows that the weight needs for `rows` rows.
+// Returns the size in bytes of the QuantizedRows that the weight needs for `rows` rows.
 int64_t quantized_rows_bytes(const void* blob, int64_t rows);
 // Divides `memory`, which is aligned to 64 bytes, into the arrays of QuantizedRows. quantized_rows_bytes() gives its
 // size.
@@ -188,14 +188,14 @@ QuantizedRows quantized_rows(const void* blob, int64_t rows, void* memory);
 enum class Epilogue : int32_t {
   kStore = 0,       // out has type dtype
   kStoreFloat = 1,  // out is float32
-  kGated = 2        // out has dtype and columns / 2 columns: the gated activation that the weight names
+  kGated = 2        // out has type dtype and columns / 2 columns: results of the gated activation
 };
 
 struct LinearArgs {
   const void* weight;
   const void* x;                   // [rows, depth] of dtype; unused if `quantized` is set
   const QuantizedRows* quantized;  // int8 activations; null: the kernel quantises x if the format needs it
-  // Type of x, of out (except with kStoreFloat), and of the weight in float formats.
+  // Type of x, and of out except with kStoreFloat. A weight of a float format also has this type.
   DType dtype;
   int64_t rows, x_stride, out_stride;  // strides in elements
   void* out;                           // may be null if best_ids is set: then only the arg-max is computed

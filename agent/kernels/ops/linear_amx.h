@@ -2,11 +2,12 @@
 // set. For bfloat16, tiles add in their own order (amx_tiles.h). Therefore every product with a bfloat16 weight uses
 // tiles, even for a single row. So a row gets the same bits in a step with any number of rows.
 //
-// A tile product takes 16 cycles. Loading a tile takes 8 cycles from the L1 cache and 20 from the L2 cache. Therefore a
-// chunk of the weights of half a panel stays in the L1 cache while all blocks of 32 rows use it. Each loaded tile, of
-// weights or of rows, is used for two products. Rows are loaded with a non-temporal hint, because otherwise they would
-// evict the chunk. Tile products leave the vector units idle. Therefore the code runs other work between the tile
-// products: scales, SwiGLU and arg-max of the previous block, and prefetches of the next chunk.
+// A tile product takes 16 cycles. Loading a tile takes 8 cycles from the L1 cache and 20 from the L2 cache. Therefore
+// the weights of half a panel (32 columns) are divided into chunks. A chunk stays in the L1 cache while all blocks of
+// 32 rows use it. Each loaded tile, of weights or of rows, is used for two products. Rows are loaded with a
+// non-temporal hint, because otherwise they would evict the chunk. Tile products leave the vector units idle. Therefore
+// the code runs other work between the tile products: scales, SwiGLU and arg-max of the previous block, and prefetches
+// of the next chunk.
 #pragma once
 #include "amx_tiles.h"
 #include "linear_epilogue.h"
@@ -78,8 +79,8 @@ class Fetch {
   int64_t left_;
 };
 
-// Applies the epilogue (scales, bias, activation, store) to rows whose sums are complete. Each call processes half a
-// panel and a few rows, so that the caller can run tile products between two calls.
+// Applies the epilogue (scales, bias, activation, store) to rows whose sums are complete. Each call processes a few
+// rows of half a panel (32 columns), so that the caller can run tile products between two calls.
 template <class Finish>
 class Finishing {
  public:
@@ -155,7 +156,7 @@ struct TiledForm {
   }
 
  private:
-  static constexpr int64_t kChunkUnits = 12;  // 24 KB of weights; a unit is one tile of each vector
+  static constexpr int64_t kChunkUnits = 12;  // 24 KB of weights; a unit is one tile of both vectors of a half
   static constexpr int64_t kBlockOfRows = 2 * kAmxRows;
 
   // The activations of up to 32 rows: rows 0 to 15 for the upper tile, rows 16 to 31 for the lower tile. `stride` is
@@ -166,7 +167,7 @@ struct TiledForm {
   };
 
   struct Chunk {
-    const uint8_t* weights;  // tiles of the first and the second vector alternate
+    const uint8_t* weights;  // tiles of the half's first and second vector alternate
     int half;
     int64_t begin, end;  // range of units in the depth
     bool first, last;
@@ -177,8 +178,8 @@ struct TiledForm {
     return {x, x + upper * job.x_stride, job.x_stride * static_cast<int64_t>(sizeof(X))};
   }
 
-  // Multiplies a chunk of weights by all rows of the task, in blocks of up to 32 rows. If `alternate`, the
-  // blocks use two parts of `sums` alternately. Otherwise the sums of all rows stay in memory.
+  // Multiplies a chunk of weights by all rows of the task, in blocks of up to 32 rows. If `alternate`, successive
+  // blocks use two parts of `sums` in turn. Otherwise `sums` holds the sums of all rows.
   template <class Finishing>
   static void multiply_chunk(const LinearJob& job, const Chunk& chunk, int64_t row, int64_t rows, float* sums,
                              bool alternate, Finishing* finishing) {

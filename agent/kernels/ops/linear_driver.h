@@ -3,8 +3,8 @@
 //
 // A task multiplies one panel by one block of rows. It processes the depth in pieces. The weights of a piece stay in
 // the L2 cache while all tiles of rows use them. Between pieces the sums are kept in memory without rounding, so the
-// results have the same bits as without pieces. During the computation of a piece, the two halves of the next piece are
-// prefetched. The next piece may belong to the next panel.
+// results have the same bits as without pieces. While a piece is computed, the next piece is prefetched. It may belong
+// to the next panel.
 #pragma once
 #include <cmath>
 
@@ -25,7 +25,7 @@ constexpr int64_t kMostTallTilesRows = 16;
 // A part of the depth of one panel. `begin` and `end` count steps in PlainForm and groups in GroupedForm.
 struct Piece {
   const uint8_t* weights;
-  int64_t half_bytes;  // bytes from the first half of the steps to the second half
+  int64_t half_bytes;  // PlainForm: from the panel's first 32 columns to its last 32; GroupedForm: half of `bytes`
   int64_t begin, end, bytes;
   bool first;  // true: the first piece of the depth, so that no earlier sums exist
   const uint8_t* next;      // weights of the next piece, which is about as large as this piece
@@ -56,7 +56,8 @@ struct PlainForm {
 
   template <int R, int kLines>
   static void tile(const LinearJob& job, const Piece& piece, int64_t row, float* sums, const uint8_t* next) {
-    // A single row reads the weights in memory order: the first half of the panel, then the second half.
+    // For a single row, reads the weights in the order of memory: the panel's first 32 columns, then its last 32
+    // columns.
     constexpr int C = R == 1 && Step::columns(1) > 2 ? 2 : Step::columns(R);
     const typename Step::X* x =
         static_cast<const typename Step::X*>(job.x) + row * job.x_stride + piece.begin * Step::kDepth;
@@ -90,8 +91,8 @@ struct PlainForm {
     }
   }
 
-  // Sets a sum to its start value. The products use weights of w + kZero. Therefore an integer sum starts at -kZero
-  // times the sum of the row's activations.
+  // Sets a sum to its start value. Integer products use w + kZero instead of the weight w. To correct this, an integer
+  // sum starts at -kZero times the sum of the row's activations.
   LLMK_INLINE void start(const LinearJob&, int64_t, Vec* total) { *total = zero(); }
   LLMK_INLINE void start(const LinearJob& job, int64_t row, Ints* total) {
     *total = broadcast_int(-Step::kZero * job.rows.sums[row]);
@@ -103,7 +104,7 @@ struct PlainForm {
 template <class S>
 struct GroupedForm {
   using Step = S;
-  static constexpr int kTallRows = Step::kMostRows;  // no tall tiles, because the float totals need registers as well
+  static constexpr int kTallRows = Step::kMostRows;  // no tall tiles, because the float totals also need registers
   static constexpr int64_t kWholeUnits = 1;
   static int64_t units(const WeightShape& shape) { return shape.groups; }
   static int64_t unit_bytes(const WeightShape& shape) {
@@ -140,8 +141,7 @@ struct GroupedForm {
   struct Group {
     const uint8_t* weights;
     const int8_t* x;
-    // Sums of the activations of each group, for the first row. The sums of the next row are shape.groups elements
-    // later.
+    // The sum of the first row's activations over each group. The sums of the next row are shape.groups elements later.
     const int32_t* x_sums;
     int64_t number, steps;
 
@@ -202,8 +202,8 @@ struct GroupedForm {
     }
   }
 
-  // A single row reads the weights in memory order: first one half of the columns of a quantisation group, then the
-  // other half. The hardware prefetchers follow this single stream faster than software prefetches could.
+  // Multiplies a single row. Reads the weights of a quantisation group in the order of memory: first 32 of the columns,
+  // then the other 32. The hardware prefetchers follow this single stream faster than software prefetches could.
   static void stream_row(const LinearJob& job, const Piece& piece, int64_t row, float* sums) {
     Vec total[2][1][2];
     start<1, 2>(piece, 0, sums, total[0]);
@@ -316,7 +316,8 @@ static inline void for_panels(const LinearJob& job, const Task& task) {
   });
 }
 
-// Prefetches the parts of adapters for a panel, all together, for tasks that do not prefetch them between their steps.
+// Prefetches all parts of adapters for a panel at once. Only tasks that do not prefetch these parts step by step call
+// it.
 static inline void fetch_adapters(const LinearJob& job, int64_t panel, int64_t row, int64_t row_end) {
   if (job.args.lora != nullptr) AdapterFetch(*job.args.lora, panel, row, row_end).fetch_all();
 }

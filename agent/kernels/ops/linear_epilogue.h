@@ -10,8 +10,8 @@ namespace llmk::LLMK_ARCH {
 // How the sums of a product are scaled: not at all, by the row's scale, by the column's scale, or by both.
 //
 // kIntegerBoth and kUnsignedBoth are for integer sums and use both scales. Before that, they add the sum offsets of
-// static inputs, if there are any. The scaling kUnsignedBoth also subtracts the effect of the 128 that is added to
-// stored weights.
+// static inputs, if there are any. Stored int8 weights are w + 128. The scaling kUnsignedBoth also subtracts the effect
+// of this 128.
 enum class Scaling : int { kNone, kRow, kColumn, kIntegerBoth, kUnsignedBoth };
 
 struct LinearJob {
@@ -25,7 +25,8 @@ struct LinearJob {
   int64_t x_stride;  // distance between rows of x, in elements of this type
   QuantizedRows rows;
   uint64_t* best;  // [rows]: the largest best_key() of each row
-  // Applies the epilogue to half a panel: vectors 2 * half and 2 * half + 1, which are gate and up in a gated weight.
+  // Applies the epilogue to 32 columns of a panel: vectors 2 * half and 2 * half + 1. In a gated weight, these are the
+  // gate and the factor `up`.
   void (*finish)(const LinearJob&, int64_t panel, int half, int64_t row, int64_t count, const float* sums);
 };
 
@@ -55,8 +56,8 @@ static inline void raise_best(uint64_t* best, uint64_t key) {
   }
 }
 
-// Raises *best to the key of the largest of a row's values in half a panel. The product of a NaN or an infinity with
-// zero is NaN. So the sum of these products, `poison`, shows whether one of the values is not finite.
+// Raises *best to the key of the largest of 32 values of a row, the outputs for half a panel. The product of a NaN or
+// an infinity with zero is NaN. So the sum of these products, `poison`, shows whether one of the values is not finite.
 static inline void find_best(const Vec (&values)[2], int64_t column, int64_t count, uint64_t* best) {
   Vec masked[2], poison_lanes = zero();
   LLMK_UNROLL
@@ -85,7 +86,7 @@ LLMK_INLINE Vec scaled(const float* sum, Vec row_scale, Ints excess, const float
   return load(sum);
 }
 
-// Half of a panel: the scales of its columns, and the output columns to which they belong.
+// Describes half of a panel (32 columns): the scales of these columns, and their places in the output.
 struct HalfPanel {
   const float* scales;  // scales of the columns; used only without groups
   const float* bias;    // or null
@@ -108,8 +109,8 @@ struct HalfPanel {
   }
 };
 
-// Applies the epilogue to rows of half a panel. The sums of successive rows are 64 floats apart. The function
-// choose_finish() below chooses the template arguments.
+// Applies the epilogue to the 32 columns of half a panel, row by row. Rows of the matrix of sums are 64 floats apart,
+// because a panel has 64 columns. The function choose_finish() below chooses the template arguments.
 template <Scaling kScaling, bool kGated, bool kBest, class T>
 struct Finish {
   static constexpr int kStores = kGated ? 1 : 2;

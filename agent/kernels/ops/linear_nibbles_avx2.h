@@ -4,17 +4,17 @@
 // with nibbles are too small to saturate, so the results are exact. This takes fewer instructions than widening every
 // nibble to 16 bits.
 //
-// AVX2 has only 16 registers, so NibbleStep has its own loop (kOwnLoop). The loop sums 8 columns, half of a vector, for
-// all rows of the tile. If the tile has few rows, the loop sums several halves at a time. It reads the activations from
-// memory for each half.
+// AVX2 has only 16 registers, so NibbleStep has its own loop (kOwnLoop). A register holds the sums of 8 columns of a
+// row. A pass of the loop computes the sums of 8 columns for all rows of the tile. If the tile has few rows, a pass
+// computes 16 or 32 columns. The loop reads the activations from memory again for every 8 columns.
 #pragma once
 #include <cstring>
 
 namespace llmk::LLMK_ARCH {
 
 // Returns the address of the weights of 8 columns in one step. `w` is the address of the step. Consecutive steps are
-// 128 bytes apart. 8 columns are half of a vector of 16 columns. `half` counts these halves from vector v of the panel
-// on. 0 and 1 are the halves of vector v, and 2 is the first half of vector v + 1.
+// 128 bytes apart. `half` is the number of the 8 columns, counted from vector v of the panel. Numbers 0 and 1 are the
+// 16 columns of vector v, and number 2 is the first 8 columns of vector v + 1.
 LLMK_INLINE const uint8_t* half_at(const uint8_t* w, int64_t half_bytes, int v, int half) {
   const int vector = v + half / 2;
   return w + vector / 2 * half_bytes + vector % 2 * 64 + half % 2 * 32;

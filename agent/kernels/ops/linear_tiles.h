@@ -13,9 +13,9 @@ constexpr int64_t kTileSteps = 1;
 #endif
 
 // WideTiles and NarrowTiles define the sizes of tiles. A tile multiplies R rows of activations by columns(R) vectors of
-// a panel. The constant kMostRows is the maximum of R for which all sums stay in registers. Up to kMostTallTilesRows
-// rows (linear_driver.h) form one or two tall tiles of up to kTallRows rows. A tall tile reads a panel in two passes,
-// two vectors in each.
+// a panel. The constant kMostRows is the maximum of R for which all sums stay in registers. If a task has at most
+// kMostTallTilesRows rows (linear_driver.h), they form one or two tall tiles of up to kTallRows rows. A tall tile reads
+// a panel in two passes, two vectors in each.
 //
 // A Step multiplies one step of a panel. It is derived from WideTiles or NarrowTiles. The constant kDepth is the number
 // of depths in a step. The constant kVectorBytes is the size of the weights of 16 columns in a step. If kOwnLoop is
@@ -159,8 +159,8 @@ struct NibbleStep : ByteTiles {
 //  0: The tile does not prefetch.
 constexpr int64_t kFetchAhead = 4096;
 
-// Prefetches go into the L2 cache, because the L1 cache has only a few miss buffers. On processors with AMX, prefetches
-// into the L1 cache are faster.
+// Without AMX, prefetches go into the L2 cache, because the L1 cache has only a few miss buffers. On processors with
+// AMX, prefetches into the L1 cache are faster.
 #ifdef LLMK_AMX
 constexpr int kFetchLocality = 3;
 #else
@@ -253,8 +253,8 @@ LLMK_INLINE void sum_in_order(const uint8_t* w, int64_t half_bytes, int v, const
 }
 
 // Adds the products of activation row r and vector v + c of a panel to total[r][c]. `w` points to the first of `steps`
-// steps, at the beginning of a tile of kTile steps. `half_bytes` is the distance from the first half of the panel to
-// the second half.
+// steps, at the beginning of a tile of kTile steps. `half_bytes` is the distance from the weights of the panel's first
+// 32 columns to those of its last 32 columns.
 template <class Step, int R, int C, int kLines, int64_t kTile>
 LLMK_INLINE void sum_steps(const uint8_t* w, int64_t half_bytes, int v, const typename Step::X* x, int64_t x_stride,
                            int64_t steps, const uint8_t* next, typename Step::Sum (&total)[R][C]) {

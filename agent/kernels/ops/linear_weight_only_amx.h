@@ -160,7 +160,7 @@ class TiledWeightOnly {
     float* sums;
     const float* scales;
     float* totals;
-    int64_t rows;  // rows to fold
+    int64_t rows;  // number of rows whose sums fold() must add to the totals; 0: none
     bool first;
   };
 

@@ -7,7 +7,8 @@
 namespace llmk::LLMK_ARCH {
 
 // How far ahead of its loads shrink_group() prefetches A, in bytes. With one row per adapter, memory limits the speed.
-// An iteration reads one cache line of 16-bit values. If A has floats, it reads two lines and prefetches the first.
+// An iteration reads one cache line of A and prefetches one. If A has floats instead of 16-bit values, an iteration
+// reads two lines and prefetches only the first of two.
 constexpr int64_t kShrinkAhead = 4096;
 
 // Multiplies R rows by one rank group: 16 rows of A. `x` has the activations as floats, with `depth` floats per row.
@@ -72,9 +73,10 @@ class AdapterFetch {
  public:
   AdapterFetch() = default;
 
-  // Prepares to prefetch the parts of B for `panel`, for the adapters of rows [row, row_end). Already prefetches the
-  // description of the next panel, which the next task of this thread reads first. The part of an adapter is prefetched
-  // only once, even if rows with other adapters are between its rows. Adapters beyond kMost are not prefetched.
+  // Prepares to prefetch the parts of B for `panel`, for the adapters of rows [row, row_end). Immediately prefetches
+  // the LoraVectors of the next panel, because the next task of this thread reads them first. The part of an adapter is
+  // prefetched only once, even if rows with other adapters are between its rows. Adapters beyond kMost are not
+  // prefetched.
   AdapterFetch(const LoraRows& lora, int64_t panel, int64_t row, int64_t row_end) {
     constexpr int64_t kVectors = 4;  // vectors of a panel
     const LoraWeight* before = nullptr;
@@ -121,7 +123,7 @@ class AdapterFetch {
   }
 
   Part parts_[kMost];
-  int count_ = 0;  // number of parts with lines that are left
+  int count_ = 0;  // number of parts that still have lines to prefetch
 };
 
 // Maximum number of rows with the same adapter whose products with B are computed together. Each part of B is then

@@ -138,7 +138,7 @@ static inline void matmul_task(const MatMulArgs& args, int64_t row, int64_t row_
 template <class T>
 static inline void matmul_typed(const MatMulArgs& args) {
   const int64_t weight_bytes = args.columns * args.depth * static_cast<int64_t>(sizeof(T));
-  if (weight_bytes < (64 << 10) && args.rows * args.columns * args.depth < (1 << 17)) {  // little work
+  if (weight_bytes < (64 << 10) && args.rows * args.columns * args.depth < (1 << 17)) {  // one thread is faster
     for (int64_t row = 0; row < args.rows; row += kMatMulRows) {
       matmul_task<T>(args, row, smaller(row + kMatMulRows, args.rows), 0, args.columns);
     }

@@ -1,13 +1,13 @@
 // Computes the products of paged attention (paged_rows.h) on AMX tiles: the scores, and the weighted sums of values.
-// The panels of keys and values (paged_units.h) have the layout of tiles. They consist of units of 4 bytes: two
-// bfloat16 or four int8 numbers. A cache that consists of these units has the same layout.
+// The panels of keys and values (paged_units.h) have the layout of tiles. Their elements are units of 4 bytes: two
+// bfloat16 or four int8 numbers. A cache that stores such units also has this layout, so tiles read it directly.
 //
 // For int8, tiles give the same integers as vector registers. For bfloat16, a tile product adds up 16 units from zero,
 // which is another order than in vector registers. Therefore every product with a bfloat16 cache uses tiles, even for a
 // single row. So a row gets the same bits in a step with any number of rows.
 //
 // Each tile of a panel is multiplied by two tiles of rows (upper and lower), so that it is loaded only once for both.
-// With bfloat16, the two tiles are 32 rows. With int8, they are the high bytes and the low bytes of 16 rows.
+// With bfloat16, the two tiles hold 32 rows. With int8, they hold the high bytes and the low bytes of the same 16 rows.
 #pragma once
 
 #ifdef LLMK_AMX
@@ -206,7 +206,7 @@ LLMK_INLINE void keep_values(GroupRange groups, int64_t d, int64_t rows, int64_t
   }
 }
 
-// Computes on tiles the scores of all rows of a block for the keys of `groups`.
+// Computes the scores of all rows of a block with AMX tiles, for the keys of `groups`.
 template <class F>
 static inline void score_tiles(const TaskRows& all, const TilePanels& panels, GroupRange groups, int64_t row,
                                int64_t rows, TileFetch* fetch, float* scores) {
@@ -343,7 +343,8 @@ class TileWork {
   const float* steps_ = nullptr;
   float* to_sums_ = nullptr;
   Steps scores_, values_;
-  int64_t kept_scores_ = -1, kept_values_ = -1;  // number of the column whose sums are still in the tiles, or -1
+  // The first group of keys, or the first vector of dims, whose sums are still in the tiles; -1: there is none.
+  int64_t kept_scores_ = -1, kept_values_ = -1;
 };
 
 }  // namespace llmk::LLMK_ARCH::paged

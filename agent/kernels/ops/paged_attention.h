@@ -55,7 +55,8 @@ static inline void for_row_tiles(const RotaryAttentionArgs& args, const Function
   const int64_t group = args.heads / args.kv_heads;
   for (int64_t seq = 0; seq < args.num_seqs; ++seq) {
     const int64_t rows = args.query_lens[seq] * group, tiles = ceil_div(rows, kTaskRows);
-    // If the rows form several tiles, all tiles read one head before the next head, while the head is in the L2 cache.
+    // If the rows form several tiles, all tiles read one kv head while it is in the L2 cache, then all read the next
+    // head.
     const int64_t heads = tiles > 1 ? 1 : args.kv_heads;
     for (int64_t i = 0; i < args.kv_heads / heads * tiles; ++i) {
       const int64_t tile = tiles - 1 - i % tiles;  // the tiles that see the most keys run first
@@ -133,7 +134,7 @@ static inline void start_totals(const RotaryAttentionArgs& args, const PagedTask
   }
 }
 
-// Rotates and packs the queries of the rows of one kv head.
+// Rotates the queries of one kv head, and packs them into all->queries, one row for each query.
 template <class F>
 static inline void place_queries(const RotaryAttentionArgs& args, const PagedTask& task, int64_t h, float* buffer,
                                  TaskRows* all) {
@@ -163,7 +164,7 @@ static inline void finish_row(const RotaryAttentionArgs& args, const PagedTask& 
   for (int64_t d = 0; d < padded_dim && !in_order; d += F::kDimStep) F::restore_order(sums + d);
   const int64_t head = token * args.heads + kv_head * group + position % group;
   store_floats(args.dtype, sums, args.dim, static_cast<char*>(args.out) + head * args.dim * size_of(args.dtype));
-  if (args.lse != nullptr) args.lse[head] = *total.best / kLog2E + std::log(*total.mass);  // best is a power of two
+  if (args.lse != nullptr) args.lse[head] = *total.best / kLog2E + std::log(*total.mass);  // best is an exponent of 2
 }
 
 // Returns the memory in which a task leaves the result of one partition for one row. The last task combines these
@@ -213,13 +214,15 @@ static inline int64_t task_end(const RotaryAttentionArgs& args, const PagedTask&
 }
 
 // Returns the number of heads that the kernel computes together. The kernel computes kBlockRows query rows at a time.
-// If a head has fewer rows, a block has the rows of several heads. Keys in rows are packed one head at a time.
+// If a head has fewer rows, a block has the rows of several heads. Keys in the layout of the native primitives
+// (lies_in_rows()) are packed one head at a time.
 static inline int64_t heads_together(const RotaryAttentionArgs& args, const PagedTask& task) {
   return lies_in_rows(args) ? 1 : larger(1, kBlockRows / task.rows);
 }
 
-// Returns the number of cache blocks that are prefetched together. A task with few rows per head mostly waits for
-// memory, so it prefetches several blocks at a time. With AMX, prefetching a single block, head after head, is faster.
+// Returns the number of cache blocks that are prefetched at the same time. A task with few rows per head mostly waits
+// for memory, so it prefetches several blocks at a time. With AMX, prefetching a single block, head after head, is
+// faster.
 static inline int blocks_together(const PagedTask& task) {
 #ifdef LLMK_AMX
   static_cast<void>(task);
@@ -258,8 +261,9 @@ static inline HeadTile head_tile(const RotaryAttentionArgs& args, const PagedTil
           static_cast<const char*>(args.value_cache) + offset};
 }
 
-// Finds the panels of the keys of one head. Packs the keys into `memory`, or points into the cache if the products can
-// read it directly. The caller adds values and scales to the result later. `h` is the index of the head in `memory`.
+// Returns the panels of the keys of one head. Packs the keys into `memory`, or points into the cache if the products
+// can read it directly. The caller adds values and scales to the result later. `h` is the index of the head in
+// `memory`.
 template <class F, class C>
 static inline TilePanels place_keys(const RotaryAttentionArgs& args, const HeadTile& now, int64_t h,
                                     const TaskRows& all, const PanelMemory& memory) {
@@ -327,7 +331,7 @@ struct BlockSource {
   bool writes;        // the tasks write new keys and values to the cache
   TileFetch* fetch;   // null: no prefetches
 
-  // Must be called before a range of groups is read. Prefetches the groups of keys or values that follow this range.
+  // Prefetches the groups of keys or values that follow `groups`. The caller must call this before it reads `groups`.
   void begin(bool keys, GroupRange groups) const {
     if (fetch == nullptr) return;
     fetch->rest();
@@ -470,7 +474,7 @@ static inline TaskMemory place_task(const RotaryAttentionArgs& args, const Paged
   TaskRows& all = memory.all;
   all = {task.heads,   rows,    args.dim, padded_dim, query_units, memory.visible,
          memory.first, nullptr, nullptr,  nullptr,    {}};
-  all.queries = scratch->take<Unit>((all_rows + kBlockRows) * F::kRowWords * query_units);  // whole blocks
+  all.queries = scratch->take<Unit>((all_rows + kBlockRows) * F::kRowWords * query_units);  // tiles read whole blocks
   all.factors = scratch->take<float>(all_rows);
   all.offsets = scratch->take<int32_t>(all_rows);
   all.total = place_state(scratch, all_rows, padded_dim);

@@ -1,8 +1,8 @@
 // Prefetches the next keys and values into the L2 cache, because hardware prefetchers cannot follow block tables.
 //
-// Requests cache lines in about the order in which the kernel will read them. The kernel requests one line for each
-// line that it reads. A core has a limited number of outstanding misses. Too few requests leave the memory idle, and
-// too many stall the core. Alternating between several blocks is faster than one block after the other.
+// Requests cache lines in about the order in which the kernel will read them: one request for each line that the kernel
+// reads. A core has a limited number of outstanding misses. Too few requests leave the memory idle, and too many stall
+// the core. Alternating between several blocks is faster than one block after the other.
 #pragma once
 #include "rotary_attention.h"
 

@@ -13,9 +13,9 @@
 
 namespace llmk::LLMK_ARCH::paged {
 
-// The places in the cache of the keys at positions [begin, begin + count) of a sequence, and of their values. `values`
-// has the byte offset of each key in the key cache, for kv head 0. The value of the same position has the same offset
-// in the value cache.
+// The places in the cache of the keys and values at positions [begin, begin + count) of a sequence. `values` has the
+// byte offset of each key in the key cache, for kv head 0. The value of the same position has the same offset in the
+// value cache.
 struct PagedTile {
   int64_t begin, count;
   int64_t values[kPartition];
@@ -80,7 +80,7 @@ static inline void pack_keys(const HeadTile& now, int64_t dim, int64_t query_uni
   }
 }
 
-// Packs kDimStep dims, from dim `d` on, of the values of kPerUnit keys, from number `key` on.
+// Packs the values of the kPerUnit keys from number `key` on, at the kDimStep dims from `d` on.
 template <bool kWhole, class F, class C>
 LLMK_INLINE void pack_value_unit(const HeadTile& now, int64_t key, int64_t d, int64_t n, Unit* out) {
   const C* rows[F::kPerUnit];

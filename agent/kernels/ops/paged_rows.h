@@ -37,7 +37,7 @@ constexpr int kFetchUnits = 8;      // number of units that are multiplied betwe
 constexpr float kLowest = -3.4028235e38f;
 
 // Sizes of a register tile: kMostRows rows are multiplied by kBlockVectors vectors of a panel at a time, and the sums
-// just fit the registers. Int8Form multiplies in two passes with separate sums, so its tile has fewer rows.
+// just fit into the registers. Int8Form multiplies in two passes with separate sums, so its tile has fewer rows.
 #if defined(LLMK_VEC_AVX512)
 template <int kPasses>
 constexpr int kMostRows = 6 / kPasses;
@@ -118,8 +118,8 @@ constexpr int64_t kWeightStride = F::kRowWords * kPartition / F::kPerUnit + kLan
 template <class F>
 constexpr int64_t kWeightGroups = F::kPerUnit > 2 ? F::kPerUnit : 2;
 
-// A prefetch that several blocks of rows share, because they read the same keys. Each block prefetches a part of the
-// cache lines.
+// The prefetching of several blocks of rows that read the same keys. Each block prefetches an equal part of the cache
+// lines.
 struct SharedFetch {
   TileFetch* fetch;  // or null
   int64_t blocks;
@@ -133,8 +133,8 @@ struct ProductRows {
 };
 
 // Adds the dot product of row r and panel vector v to total[r][v], for each r and v. The product covers the pieces
-// [begin, end). A piece is `units` units that follow each other, and at(piece, v) returns the address of its first
-// unit.
+// [begin, end) of the depth. A piece is `units` consecutive units of the depth, and at(piece, v) returns the address of
+// its first unit.
 //
 // Int8Form is different: it overwrites `total` instead of adding to it. It has two passes (paged_units.h). It shifts
 // the sums of the first pass and then adds the sums of the second pass.

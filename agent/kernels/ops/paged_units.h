@@ -65,8 +65,8 @@ LLMK_INLINE Vec coarse_power_of_two(Vec x) {
   return {_mm512_scalef_ps(p.v, clamped)};  // multiplies by 2^floor(x)
 }
 #elif defined(LLMK_VEC_AVX2)
-// The same function for AVX2. The last bits may differ: r is rounded to nearest here, but down by the AVX-512
-// instruction. The degree must be 4, because this polynomial is at least 1, so that no result is subnormal.
+// The same function for AVX2. The last bits may differ, because r is rounded to nearest here and down in the AVX-512
+// version. The degree must be 4, because this polynomial is at least 1, so that no result is subnormal.
 template <int kDegree>
 LLMK_INLINE Vec coarse_power_of_two(Vec x) {
   static_assert(kDegree == 4, "the polynomial of degree 3 is below 1 at 0");
@@ -159,7 +159,7 @@ struct FloatForm {
   // The constant kPerUnit is the number of elements in a unit, and kPasses is the number of passes over the units. A
   // packed row has kRowWords 32-bit words for each unit.
   static constexpr int kPerUnit = 1, kPasses = 1, kRowWords = 1;
-  static constexpr bool kPacks = true;         // true: if the cache has no units, keys and values are packed to panels
+  static constexpr bool kPacks = true;         // true: keys and values of a cache without 4-byte units are packed
   static constexpr int64_t kDimStep = kLanes;  // dim is padded to a multiple of this number
 
   static inline Vec power(Vec x) { return power_of_two(x); }

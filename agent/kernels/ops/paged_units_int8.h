@@ -16,8 +16,8 @@ LLMK_INLINE Ints dot_bytes(Ints total, Ints unsigned_bytes, Ints signed_bytes) {
   return total;
 }
 
-// Multiplies keys by signed queries. A key is stored as an unsigned byte, with 128 added. This makes each product too
-// large by 128 * sum(query). The row's offset is -128 * sum(query) and corrects the product.
+// Multiplies keys by signed queries. A key is stored as an unsigned byte, with 128 added. This makes each score too
+// large by 128 * sum(query). To correct this, shift() adds the row's offset, -128 * sum(query).
 struct Int8ScoreProduct {
   using Acc = Ints;
   using Operand = Ints;
@@ -128,7 +128,7 @@ struct Int8Form {
   // Multiplies each softmax weight of a row by the scale of its value, and stores the product in 16 bits.
   //
   // The largest possible product, weight 1 times the largest scale of a value, is stored as 65535. So the rounding
-  // error is at most 2^-17 of it. A sum of kPartition stored products times values is below 2^31.
+  // error is at most 2^-17 of this product. A sum of kPartition stored products times values is below 2^31.
   struct Weights {
     const float* value_scales;
     const float largest_scale;

@@ -3,7 +3,7 @@
 // rows, this takes less time than writing and reading the panel.
 //
 // A row has one float for each element of a unit. All rows are multiplied by the first element, then all rows by the
-// second, and so on. So a sum has the order of FloatForm, and its bits.
+// second, and so on. So a sum adds its terms in the order of FloatForm and has the same bits.
 #pragma once
 
 #ifdef LLMK_VEC_AVX2
@@ -30,7 +30,7 @@ struct WidenedForm : FloatForm {
   using ScoreProduct = WidenedProduct<C, true>;
   using ValueProduct = WidenedProduct<C, false>;
   static constexpr int kPerUnit = 4 / sizeof(C), kRowWords = kPerUnit;
-  static constexpr bool kPacks = false;  // it reads only caches that have units
+  static constexpr bool kPacks = false;  // products read 4-byte units of the cache itself, so nothing is packed
 };
 
 }  // namespace llmk::LLMK_ARCH::paged

@@ -32,15 +32,15 @@ struct PrimitiveWeight {
   int32_t scale_type;      // a DType
   // 1: values are [columns, depth], scales [columns, groups]. 0: values are [depth, columns], scales [groups, columns].
   int32_t transposed;
-  int32_t float_products;  // int8: 1 if activations stay floats (WeightQuantBatchMatmul)
+  int32_t float_products;  // for int8 values: 1 if the activations stay floats (WeightQuantBatchMatmul)
   int64_t columns, depth, group;  // group: depths that share a scale; 0: one scale per column
 };
 
 // Returns the size of the packed weight, or 0 if the weight is invalid.
 int64_t primitive_blob_bytes(const PrimitiveWeight& weight);
 
-// Writes the blob (64-byte aligned). Returns 0. After an error, writes one line to standard error and returns an error
-// code.
+// Writes the packed weight to `blob`, which is aligned to 64 bytes. Returns 0. After an error, writes one line to
+// standard error and returns an error code.
 int pack_primitive(const char* op, const PrimitiveWeight& weight, void* blob);
 
 int keep_primitive(const PrimitiveWeight& weight, void* blob, int64_t blob_bytes);

@@ -1,7 +1,7 @@
 // Rotary position embedding (Su et al. 2021): rotates pairs of elements of every head by an angle per position.
 //
 //  x, out   [tokens, heads * dim]; consecutive rows are `x_stride` and `out_stride` elements apart
-//  cos, sin [table_rows, dim]; positions [tokens] are the rows of the tables for each token
+//  cos, sin [table_rows, dim]; positions [tokens] has the row of both tables for each token
 //  halves: rotates the pairs (i, i + dim/2):
 //    out[i]         = x[i] * cos[i] - x[i + dim/2] * sin[i]
 //    out[i + dim/2] = x[i + dim/2] * cos[i + dim/2] + x[i] * sin[i + dim/2]

@@ -8,14 +8,14 @@ namespace llmk {
 // The arguments of copy_step(): the sizes of a step, the limits of its values, its arrays, and the arrays that receive
 // the copies. T is the number of tokens, S the number of sequences, W the width of the block tables.
 //
-// A value must be below its upper limit and at least 0. If there is a `lowest_...` member for a value, this member is
-// the lower limit instead of 0.
+// Each value has an upper and a lower limit. The lower limit is 1 for lengths and otherwise 0, or the `lowest_...`
+// member for the value if there is one.
 struct StepCopyArgs {
   int64_t tokens, seqs, width;
   int32_t decode;  // 1: one token per sequence
   int32_t lowest_token, lowest_slot, lowest_top_logits;  // LAST_TOKEN, PADDING_SLOT, NO_LOGSUMEXP: all negative
   int64_t vocab_size, max_model_len, block_size, num_blocks, num_rows, max_top_logits, max_adapters;
-  const int32_t* token_ids;        // [T]; lowest_token means the last token of the batch row
+  const int32_t* token_ids;        // [T]; the id lowest_token stands for the last token of the batch row
   const int32_t* positions;        // [T]
   const int32_t* slot_mapping;     // [T]
   const int32_t* query_lens;       // [S]
@@ -38,7 +38,7 @@ struct StepCopyArgs {
   int32_t* last_tokens;     // [S] each sequence's last token, as an index from 0 to T - 1
   int32_t* sampled_tokens;  // [S] like last_tokens, but -1 if the sequence does not sample
   int32_t* counts;          // [3] tokens, sequences, width; with adapters, see RowAdapters in lora.h for the rest
-  const int32_t* loaded;    // [max_adapters] 1 if the adapter slot has an adapter; no sequence may name another one
+  const int32_t* loaded;    // [max_adapters] 1 if the adapter slot has an adapter; sequences may name only these
 };
 
 // The result of the checks. The value kRefused means that a value is out of bounds. With kFine, all values are valid.
