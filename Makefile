@@ -19,7 +19,8 @@ PATIENT := $(BIN)/python tools/show_progress.py
 NEWENV  := $(PYTHON) tools/show_progress.py "creating a virtual environment" $(PYTHON) -m venv
 LIBRARY := agent/kernels/libllm_kernels.so
 KERNELS := performance/kernels/libllm_kernels_testing.so performance/ceilings
-SOURCES := setup.py $(wildcard agent/kernels/*.cc agent/kernels/*.h agent/kernels/*/*.cc agent/kernels/*/*.h) \
+SETS    := build/kernels/.sets-compiled
+SOURCES := setup.py tools/kernel_build.py $(wildcard agent/kernels/*.cc agent/kernels/*.h agent/kernels/*/*.cc agent/kernels/*/*.h) \
            $(wildcard performance/kernels/*.cc performance/kernels/*.h performance/kernels/*/*.cc performance/kernels/*/*.h)
 
 FAST_TESTS := $(addprefix tests/,config engine ipc kvcache log request routing server waiting test_boundaries.py)
@@ -170,6 +171,12 @@ $(LIBRARY): $(SOURCES) | $(SERVING)
 	@LLM_KERNELS_BUILD=$(or $(LLM_KERNELS_BUILD),best) $(PATIENT) "compiling the kernels" $(BIN)/python setup.py --quiet build_ext --inplace
 	@touch $@
 
-$(KERNELS) &: $(SOURCES) | $(SERVING)
+# The files of the instruction sets take most of the time. They need no package, so `make --jobs` compiles them while pip
+# installs the packages.
+$(SETS): $(SOURCES)
+	@LLM_KERNELS_BUILD=$(or $(LLM_KERNELS_BUILD),native) $(PYTHON) tools/show_progress.py "compiling the instruction sets" $(PYTHON) tools/kernel_build.py
+	@mkdir -p $(@D) && touch $@
+
+$(KERNELS) &: $(SOURCES) $(SETS) | $(SERVING)
 	@LLM_KERNELS_BUILD=$(or $(LLM_KERNELS_BUILD),native) $(PATIENT) "compiling the kernels" $(BIN)/python setup.py --quiet build_ext --inplace
 	@touch $(LIBRARY) $(KERNELS)

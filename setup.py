@@ -1,35 +1,14 @@
 """Builds the C++ kernels (agent/kernels/libllm_kernels.so) and puts configs, models and tools into the package.
 
-An in-place build also makes two files that are never installed. The library
-performance/kernels/libllm_kernels_testing.so has the kernels, and further functions for tests and benchmarks. The
-program performance/ceilings measures the machine.
-
-The kernels are compiled once for each instruction set, and the library chooses one at run time. The environment
-variable LLM_KERNELS_BUILD names the sets to compile:
-
-    best     the best set of this processor, and only the library that serves: what ``make serve`` needs
-    native   all sets that this processor runs: what the tests need; the default of an in-place build
-    all      all sets that the compiler knows, for any processor of the architecture; the default for a wheel
-    none     nothing: ``make`` installs the package first, and then compiles with a progress display
-
-Object files stay in build/kernels. A file is compiled again only if one of its inputs has changed. With ``--quiet``,
-the build prints one line for each compiled file instead of the command.
+``tools/kernel_build.py`` describes the build of the kernels, and the environment variable that chooses what it
+compiles.
 """
 
 from __future__ import annotations
 
-import filecmp
 import importlib.util
-import os
-import platform
-import re
 import shutil
-import subprocess
-import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import NamedTuple
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -38,302 +17,36 @@ from setuptools.command.build_py import build_py
 from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
-SOURCES = Path("agent/kernels")
-LIBRARY = SOURCES / "libllm_kernels.so"
-TESTING_SOURCES = Path("performance/kernels")
-TESTING_LIBRARY = TESTING_SOURCES / "libllm_kernels_testing.so"
-CEILINGS_SOURCES = TESTING_SOURCES / "ceilings"
-CEILINGS_LOOPS = CEILINGS_SOURCES / "loops.h"
-CEILINGS_PROGRAM = Path("performance/ceilings")
-OBJECTS = Path("build/kernels")
-DISPATCH = SOURCES / "arch/dispatch.cc"
-PROBE = SOURCES / "arch/processor_probe.cc"
-BUILD_VARIABLE = "LLM_KERNELS_BUILD"
-BUILDS = ("best", "native", "all", "none")
+_spec = importlib.util.spec_from_file_location("kernel_build", ROOT / "tools/kernel_build.py")
+assert _spec is not None
+assert _spec.loader is not None
+kernel_build = importlib.util.module_from_spec(_spec)  # pip does not search the folder of setup.py for modules
+_spec.loader.exec_module(kernel_build)
+
 DATA_FOLDERS = ("configs", "models", "tools", "performance")
 DATA_FILES = ("start_server.py", "pyproject.toml")
 """Folders and files that a wheel has in ``llm_serving/_data``, with the same relative paths as in the repository."""
 NOT_INSTALLED = ("__pycache__", "*.so", "*.cc", "*.h", "ceilings", "conftest.py")
-
-COMPILE_FLAGS = [
-    *("-std=c++17", "-O3", "-g1", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden"),
-    *("-fno-math-errno", "-ffp-contract=off", "-D_GLIBCXX_USE_CXX11_ABI=0"),
-    *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-unused-function"),
-    # GCC 12 warns about the code of its own intrinsic functions (GCC bug 105593).
-    *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),
-]
-# With nodelete, the library stays in memory after a dlclose, because its threads keep running.
-LINK_FLAGS = ["-shared", "-pthread", "-Wl,-z,nodelete", "-Wl,--no-undefined"]
-
-# Mangled names of functions. In the testing library, the linker redirects their calls to performance/kernels/routes.cc.
-TESTING_WRAPS = ("_ZN4llmk12route_tokensERKNS_11RoutingArgsE", "_ZN4llmk12plugin_top_kERKNS_4CallE")
-
-_AVX2 = ["-mavx2", "-mfma", "-mf16c"]
-_AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
-_VNNI = [*_AVX512, "-mavx512vnni"]
-INSTRUCTION_SETS = {
-    "avx2": _AVX2,
-    "avx2_vnni": [*_AVX2, "-mavxvnni"],
-    "avx512": _AVX512,
-    "avx512_vnni": _VNNI,
-    "avx512_bf16": [*_VNNI, "-mavx512bf16"],
-    "avx512_amx": [*_VNNI, "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
-    "neon_dot": ["-march=armv8.2-a+dotprod"],
-    "neon_i8mm": ["-march=armv8.2-a+dotprod+i8mm"],
-    "neon_bf16": ["-march=armv8.2-a+dotprod+i8mm+bf16"],
-}
-"""Compiler flags of each instruction set, from the least to the most capable. A file in agent/kernels/arch has the name
-of its set. portable.cc needs no flags.
-"""
-PORTABLE = "portable"
-OTHER_FLAGS = {PORTABLE: ["-O2"], "arithmetic": ["-O2", "-fvect-cost-model=dynamic"]}
-"""Flags of files that are not compiled with -O3, because this would take more than twice as long.
-
-The code of portable.cc need not be fast: it runs only on processors without the other instruction sets. The code of
-arithmetic.cc is as fast as with -O3.
-"""
-SLOW_FILES = (*reversed(INSTRUCTION_SETS), PORTABLE, "arithmetic")
-"""The files that take longest to compile. They are compiled first, so that no processor is idle at the end."""
-
-
-def mindspore_include() -> Path:
-    """Returns the include folder of the installed mindspore wheel, without importing mindspore."""
-    spec = importlib.util.find_spec("mindspore")
-    if spec is None or not spec.submodule_search_locations:
-        raise CompileError("building the kernels needs the headers of mindspore: pip install mindspore==2.9.0")
-    include = Path(next(iter(spec.submodule_search_locations))) / "include"
-    header = include / "mindspore/ops/kernel/cpu/op_plugin/custom_kernel_input_info.h"
-    if not header.is_file():
-        raise CompileError(f"this mindspore has no op-plugin headers: {header} is missing; install mindspore==2.9.0")
-    return include
-
-
-class Compiler:
-    """Runs a C++ compiler, and makes an output file only if its inputs have changed.
-
-    Next to every output is a file ``.recipe`` with the command line and the version of the compiler. Its modification
-    time is the start time of the command. The output is made again if the recipe differs, or if an input is missing
-    or newer than that time. The inputs of an object file are its source and the headers that the compiler lists.
-    """
-
-    def __init__(self, name: str, make_all: bool, quiet: bool) -> None:
-        """Finds the compiler on the PATH, or raises CompileError. ``make_all`` makes every output, changed or not."""
-        path = shutil.which(name)
-        if path is None:
-            raise CompileError(f"building the kernels needs a C++17 compiler; {name!r} is not on the PATH")
-        self._path, self._make_all, self._quiet = path, make_all, quiet
-        self._version = self._answer("--version")
-
-    @property
-    def machine(self) -> str:
-        """The architecture for which the compiler makes code, such as ``aarch64``.
-
-        If it is not the architecture of this machine, the compiler is a cross compiler.
-        """
-        return self._answer("-dumpmachine").partition("-")[0].strip()
-
-    def _answer(self, question: str) -> str:
-        return subprocess.run([self._path, question], capture_output=True, text=True, check=True).stdout
-
-    def knows(self, flags: Sequence[str]) -> bool:
-        """Returns True if the compiler accepts the flags. A compiler refuses the flags of another architecture."""
-        with tempfile.TemporaryDirectory() as folder:
-            probe = Path(folder) / "probe.cc"
-            probe.write_text("int main() { return 0; }\n")
-            command = [self._path, *flags, "-c", str(probe), "-o", str(probe.with_suffix(".o"))]
-            return subprocess.run(command, capture_output=True, check=False).returncode == 0
-
-    def runnable_sets(self, known: Sequence[str]) -> list[str]:
-        """Compiles and runs a probe program. Returns the instruction sets in ``known`` that this processor supports."""
-        with tempfile.TemporaryDirectory() as folder:
-            probe = Path(folder) / "probe"
-            have = [f"-DLLMK_HAVE_{name.upper()}" for name in known]
-            subprocess.run([self._path, "-std=c++17", *have, str(ROOT / PROBE), "-o", str(probe)], check=True)
-            answer = subprocess.run([probe, *known], capture_output=True, text=True, check=True).stdout.split()
-        return [name for name in known if name in answer]
-
-    def compile(self, source: Path, flags: Sequence[str], output: Path) -> None:
-        """Compiles ``source`` to the object file ``output``."""
-        listing = output.with_suffix(".d")
-        inputs = [source, *_listed_files(listing)] if listing.is_file() else None
-        self._make(output, [*flags, "-MMD", "-MF", str(listing), "-c", str(source)], inputs)
-
-    def link(self, objects: Sequence[Path], flags: Sequence[str], output: Path) -> None:
-        """Links ``objects`` to a library or a program."""
-        self._make(output, [*flags, *map(str, objects)], objects)
-
-    def _make(self, output: Path, arguments: list[str], inputs: Sequence[Path] | None) -> None:
-        """Runs the compiler if ``output`` is out of date.
-
-        ``inputs`` is None if the output's input files are not known yet.
-        """
-        command = [self._path, *arguments, "-o", str(output)]
-        recipe, text = output.with_name(output.name + ".recipe"), "\n".join([*command, self._version])
-        if not self._make_all and inputs is not None and output.is_file() and _is_current(recipe, text, inputs):
-            return
-        output.parent.mkdir(parents=True, exist_ok=True)
-        begun = recipe.with_name(recipe.name + ".begun")
-        begun.write_text(text)
-        recipe.unlink(missing_ok=True)
-        if not self._quiet:
-            # A single write prints the whole line, so that lines of several threads do not mix.
-            print(" ".join(command) + "\n", end="", flush=True)
-        if subprocess.run(command, check=False).returncode != 0:
-            raise CompileError(f"command failed: {' '.join(command)}")
-        os.replace(begun, recipe)
-
-
-def _is_current(recipe: Path, text: str, inputs: Sequence[Path]) -> bool:
-    """Returns True if the output of ``recipe`` was made by the command ``text`` from the current ``inputs``."""
-    if not recipe.is_file() or recipe.read_text() != text:
-        return False
-    begun = recipe.stat().st_mtime_ns
-    return all(path.is_file() and path.stat().st_mtime_ns <= begun for path in inputs)
-
-
-def _listed_files(listing: Path) -> list[Path]:
-    """Returns the files after the colon of a Makefile rule, as compilers write it: ``object: source header ...``."""
-    _, _, files = listing.read_text().partition(": ")
-    names = re.findall(r"(?:\\[ #]|[^\s\\])+", files)
-    return [Path(re.sub(r"\\([ #])", r"\1", name).replace("$$", "$")) for name in names]
-
-
-class Unit(NamedTuple):
-    """One object file and how to compile it."""
-
-    source: Path
-    flags: list[str]
-    output: Path
 
 
 class BuildKernels(build_ext):
     """Compiles and links the libraries: in place for a development install, else into the build folder."""
 
     def run(self) -> None:
-        build, quiet = _chosen_build(bool(self.inplace)), not self.distribution.verbose
-        if build == "none":
-            return
-        compiler = Compiler(os.environ.get("CXX", "g++"), bool(self.force), quiet)
-        folder = ROOT / OBJECTS / compiler.machine
-        known = {name: flags for name, flags in INSTRUCTION_SETS.items() if compiler.knows(flags)}
-        chosen = _chosen_sets(compiler, build, list(known))
-        general = _general_flags()
-        product, testing, ceilings = _product_units(folder, chosen, known, general), [], []
-        for_tests = self.inplace and build != "best"
-        if for_tests:
-            testing = _units_of(TESTING_SOURCES, folder, general)
-            ceilings = [
-                *_units_of(CEILINGS_SOURCES, folder, [*general, _list_of_sets([*known, PORTABLE])]),
-                *_loops_units(folder, known),
-            ]
-        if quiet:
-            print(f"instruction sets ({BUILD_VARIABLE}={build}): {', '.join(chosen)}", flush=True)
-        _compile_all(compiler, [*product, *testing, *ceilings], quiet)
-
-        def link(units: list[Unit], flags: list[str], target: Path) -> None:
-            compiler.link([unit.output for unit in units], flags, folder / target.name)
-            _put(folder / target.name, self._root() / target)
-
-        link(product, LINK_FLAGS, LIBRARY)
-        if for_tests:
-            wraps = [f"-Wl,--wrap={name}" for name in TESTING_WRAPS]
-            link([*product, *testing], [*LINK_FLAGS, *wraps], TESTING_LIBRARY)
-            link([*product, *ceilings], ["-pthread"], CEILINGS_PROGRAM)
+        try:
+            build = kernel_build.chosen_build(bool(self.inplace))
+            if build != "none":
+                quiet = not self.distribution.verbose
+                kernels = kernel_build.KernelBuild(build, make_all=bool(self.force), quiet=quiet)
+                kernels.run(self._root(), in_place=bool(self.inplace))
+        except kernel_build.BuildError as reason:
+            raise CompileError(str(reason)) from None
 
     def get_outputs(self) -> list[str]:
-        return [str(self._root() / LIBRARY)]
+        return [str(self._root() / kernel_build.LIBRARY)]
 
     def _root(self) -> Path:
         return ROOT if self.inplace else Path(self.build_lib).resolve()
-
-
-def _put(made: Path, target: Path) -> None:
-    """Copies the file ``made`` to ``target``, unless the contents are equal.
-
-    The copy replaces an old file by a rename. So a process that has mapped the old file keeps its content.
-    """
-    if target.is_file() and filecmp.cmp(made, target, shallow=False):
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(target.name + ".partial")
-    shutil.copy(made, partial)
-    os.replace(partial, target)
-
-
-def _chosen_build(in_place: bool) -> str:
-    """Returns the value of the variable LLM_KERNELS_BUILD, or its default. Raises CompileError for an unknown value."""
-    build = os.environ.get(BUILD_VARIABLE) or ("native" if in_place else "all")
-    if build not in BUILDS:
-        raise CompileError(f"{BUILD_VARIABLE} is {build!r}; it must be one of {', '.join(BUILDS)}")
-    return build
-
-
-def _chosen_sets(compiler: Compiler, build: str, known: list[str]) -> list[str]:
-    """Returns the instruction sets to compile, the best last.
-
-    A cross compiler compiles all known sets, because the target processor cannot be examined here.
-    """
-    if build == "all" or compiler.machine != platform.machine():
-        return [PORTABLE, *known]
-    runnable = [PORTABLE, *compiler.runnable_sets(known)]
-    return runnable[-1:] if build == "best" else runnable
-
-
-def _compile_all(compiler: Compiler, units: list[Unit], quiet: bool) -> None:
-    """Compiles the units on all processors at the same time. With ``quiet``, prints one line for each compiled file."""
-    ranks = {name: rank for rank, name in enumerate(SLOW_FILES)}
-    ordered = sorted(units, key=lambda unit: ranks.get(unit.source.stem, len(ranks)))
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        pending = {pool.submit(compiler.compile, *unit): unit for unit in ordered}
-        for number, done in enumerate(as_completed(pending), 1):
-            if done.exception() is not None:
-                pool.shutdown(wait=False, cancel_futures=True)
-            done.result()
-            if quiet:
-                print(f"compiled {number} of {len(units)}: {pending[done].output.name}", flush=True)
-
-
-def _list_of_sets(names: Sequence[str]) -> str:
-    """Returns a compiler flag that defines the list of instruction sets as a C++ macro. The best set is the first."""
-    return f"-DLLMK_INSTRUCTION_SETS(X)={' '.join(f'X({name})' for name in names)}"
-
-
-def _general_flags() -> list[str]:
-    """Returns the compiler flags of the files that do not depend on an instruction set."""
-    include = mindspore_include()
-    return [*COMPILE_FLAGS, f"-I{include / 'mindspore/ops'}", f"-I{include}", f"-I{include / 'mindspore'}"]
-
-
-def _product_units(folder: Path, chosen: list[str], known: dict[str, list[str]], general: list[str]) -> list[Unit]:
-    """Returns the object files of the kernels: one for each chosen instruction set, and those for all processors."""
-    flags = {name: [*general, *other] for name, other in OTHER_FLAGS.items()}
-    flags |= {name: [*COMPILE_FLAGS, *known.get(name, OTHER_FLAGS[PORTABLE])] for name in chosen}
-    sets = [_list_of_sets(list(reversed(chosen))), *(f"-DLLMK_HAVE_{name.upper()}" for name in chosen)]
-    flags[DISPATCH.stem] = [*general, *sets]
-    units = []
-    for source in sorted((ROOT / SOURCES).rglob("*.cc")):
-        is_other_set = source.stem in (*INSTRUCTION_SETS, PORTABLE) and source.stem not in chosen
-        if not is_other_set and source != ROOT / PROBE:
-            output = folder / source.relative_to(ROOT).with_suffix(".o")
-            units.append(Unit(source, flags.get(source.stem, general), output))
-    return units
-
-
-def _units_of(sources: Path, folder: Path, general: list[str]) -> list[Unit]:
-    """Returns the object files of all sources that are directly in the folder ``sources``."""
-    files = sorted((ROOT / sources).glob("*.cc"))
-    return [Unit(file, general, folder / file.relative_to(ROOT).with_suffix(".o")) for file in files]
-
-
-def _loops_units(folder: Path, known: dict[str, list[str]]) -> list[Unit]:
-    """Returns the object files of the loops in performance/ceilings, one for each instruction set."""
-    table = f'-DLLMK_TABLE_FILE="{os.path.relpath(CEILINGS_LOOPS, SOURCES / "arch")}"'
-    units = []
-    for name, flags in {**known, PORTABLE: []}.items():
-        source = ROOT / SOURCES / "arch" / f"{name}.cc"
-        if source.is_file():
-            units.append(Unit(source, [*COMPILE_FLAGS, *flags, table], folder / CEILINGS_SOURCES / f"loops_{name}.o"))
-    return units
 
 
 class BuildPython(build_py):

@@ -15,7 +15,8 @@ import pytest
 
 from support.forked_programs import run_forked
 
-SETUP = Path(__file__).resolve().parents[1] / "setup.py"
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = "tools/kernel_build.py"
 LIBRARY = "libllm_kernels.so"
 FILES = {
     "agent/kernels/one.cc": '#include "common/deep.h"\nint one() { return deep(); }\n',
@@ -59,7 +60,8 @@ class Tree:
             self.write(name, text)
         self.write("compiler/version", "g++ 1\n")
         self.write("compiler/g++-toy", COMPILER).chmod(0o755)
-        shutil.copy(SETUP, root / "setup.py")
+        for name in ("setup.py", BUILD):
+            self.write(name, (ROOT / name).read_text())
 
     def write(self, name: str, text: str) -> Path:
         path = self.root / name
@@ -147,7 +149,7 @@ def test_an_added_and_a_removed_source(tree: Tree) -> None:
 
 
 def test_other_flags_or_another_compiler_rebuild_everything(tree: Tree) -> None:
-    tree.write("setup.py", SETUP.read_text().replace('"-O3"', '"-O1"'))
+    tree.write(BUILD, (ROOT / BUILD).read_text().replace('"-O3"', '"-O1", "-fno-inline"'))
     assert tree.build() == OBJECTS | LINKED
     tree.write("compiler/version", "g++ 2\n")
     assert tree.build() == EVERYTHING

@@ -26,7 +26,7 @@ DEVELOPMENT = {
     "make_qwen_image_golden.py", "make_smollm2_golden.py",
     "check_aarch64.py",
     "shape_tokenizer.py",
-    "try_chat_page.py", "vendor_page_libraries.py", "show_progress.py",
+    "try_chat_page.py", "vendor_page_libraries.py", "show_progress.py", "kernel_build.py",
 }  # fmt: skip
 """Programs that only the developers of one part of the project need. The page of commands does not list them."""
 
