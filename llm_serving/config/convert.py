@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import types
 import typing
@@ -46,9 +47,15 @@ def find_unused(raw: RawConfig, sections: dict[str, Any]) -> list[UnusedSetting]
     return unused
 
 
+@functools.cache
+def type_hints(cls: type) -> dict[str, Any]:
+    """Returns the types of a section's keys. Python compiles each of them again at every call of get_type_hints."""
+    return typing.get_type_hints(cls)
+
+
 def _build_section(raw: RawConfig, name: str, cls: type[T]) -> T:
     declared = {each.name: each for each in fields(cast(Any, cls))}
-    hints = typing.get_type_hints(cls)
+    hints = type_hints(cast(Any, cls))
     values: dict[str, object] = {}
     for key, value in raw.sections.get(name, {}).items():
         path = f"{name}.{key}"
@@ -101,7 +108,7 @@ def build_dataclass(value: object, cls: type[T], source: str, path: str) -> T:
     """Makes an object of dataclass ``cls`` from a mapping of its fields. Missing fields get their defaults."""
     if not isinstance(value, dict):
         raise key_error(source, path, value, "must be a mapping")
-    hints = typing.get_type_hints(cls)
+    hints = type_hints(cast(Any, cls))
     declared = {each.name: each for each in fields(cast(Any, cls))}
     for key in value:
         if key not in declared:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llm_serving.config.config import Config
-from llm_serving.config.convert import build_sections, find_unused, nearest, nearest_key
+from llm_serving.config.convert import build_sections, find_unused, nearest, nearest_key, type_hints
 from llm_serving.config.lookup import find_config_file, has_ascend
 from llm_serving.config.resolve import Resolver
 from llm_serving.config.sections import SECTIONS
@@ -60,7 +60,7 @@ def parse_override(text: str) -> tuple[str, str, object]:
         raise ConfigError(f"{OVERRIDE} {path}: has more than {MAX_OVERRIDE_CHARACTERS} characters")
     if section not in SECTIONS:  # ``SECTIONS`` has no published sections without effect, so they cannot be overridden
         raise ConfigError(f"{OVERRIDE} {text!r}: unknown section {section!r}{nearest(section, list(SECTIONS))}")
-    hints = typing.get_type_hints(SECTIONS[section])
+    hints = type_hints(SECTIONS[section])
     if key not in hints:
         raise ConfigError(f"{OVERRIDE} {text!r}: unknown key '{section}.{key}'{nearest_key(section, key)}")
     return section, key, _value(raw_value.strip(), hints[key], f"{OVERRIDE} {path}")
