@@ -25,12 +25,10 @@ SETUPS = (
 )
 REPEATED = (
     ("float32", "fused", "int8", "2", "experts"),
-    ("bfloat16", "fused", "auto", "2", "latent"),
+    ("bfloat16", "native", "auto", "2", "latent"),
     ("float32", "fused", "int8", "1", "latent"),
 )
-"""Only ``make test-sweeps`` runs these setups, because the native setups of ``make test`` cover experts and latent
-attention.
-"""
+"""Only ``make test-sweeps`` runs these setups. The others cover experts, latent attention and native operators."""
 LOOSEST = 4
 """Maximum ratio of planned to real memory. The plan assumes the instruction set and the step that need most memory."""
 

@@ -21,8 +21,7 @@ from support.sweeps import with_sweeps
 
 MODELS = ["tiny_llama", *VARIANTS]
 SERVED = {
-    ("tiny_llama", "float16", "native"),
-    ("mha", "bfloat16", "native"),
+    ("tiny_llama", "float16", "fused"),
     ("llama3_rope", "bfloat16", "fused"),
 }
 """The half-precision runs of ``make test``: model, type and op table. All other runs are sweeps, because

@@ -3,6 +3,9 @@
 ``make test`` packs the wheel here, with the kernels that are already compiled for this processor. ``make test-wheel``
 builds the wheel that is released, and gives its path in ``LLM_WHEEL``. pip installs the wheel into the environment. The
 packages that the wheel requires are linked from the environment of the tests.
+
+The wheel that ``make test`` packs serves the embedded model, which starts sooner. A released wheel serves the default
+model.
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ import urllib.request
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agent.confinement.landlock import landlock_abi
+from support.golden_files import golden_of
 from support.required_packages import link_package, link_requirements
 from support.small_configs import REPOSITORY
 from support.time_limits import time_limit
@@ -106,13 +111,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Installa
 
 @pytest.fixture(scope="module")
 def served(installed: Installation) -> Iterator[str]:
-    """Starts the server with the default model and yields its URL. The server must later end without an error.
+    """Starts the server and yields its URL. The server must later end without an error.
 
     The server has no write access outside of its environment, cache, temporary folder and working directory.
     """
     settings = [part for setting in SETTINGS for part in ("--set", setting)]
+    config = [] if RELEASED else ["--config", "llama_tiny_cpu.yaml"]
     with subprocess.Popen(
-        installed.confined("llm-serving", "serve", *settings),
+        installed.confined("llm-serving", "serve", *config, *settings),
         cwd=installed.folder / "work", env=installed.environment, stdout=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         try:
@@ -159,14 +165,23 @@ def test_the_environment_has_no_compiler_and_no_other_packages(installed: Instal
     assert "No module named 'pytest'" in found.stderr
 
 
-def test_a_request_is_answered_and_nothing_else_is_written(installed: Installation, served: str) -> None:
-    body = {"messages": [{"role": "user", "content": "What is the capital of Japan?"}], "temperature": 0}
-    request = urllib.request.Request(
-        served + "/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
+def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=time_limit(60)) as response:
-        answer = json.load(response)["choices"][0]["message"]["content"]
-    assert answer == "The capital of Japan is Tokyo."
+        answer: dict[str, Any] = json.load(response)
+    return answer
+
+
+def test_a_request_is_answered_and_nothing_else_is_written(installed: Installation, served: str) -> None:
+    if RELEASED:
+        question = {"messages": [{"role": "user", "content": "What is the capital of Japan?"}], "temperature": 0}
+        answer = post(served + "/v1/chat/completions", question)
+        assert answer["choices"][0]["message"]["content"] == "The capital of Japan is Tokyo."
+    else:
+        case = golden_of("tiny_llama")["cases"][0]
+        greedy = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        answer = post(served + "/v1/completions", {"prompt": case["prompt"], "max_tokens": 64, **greedy})
+        assert answer["choices"][0]["token_ids"] == case["tokens"]
     assert {name for name in installed.written() if not name.startswith(("work/output/", "cache/"))} == set()
 
 
