@@ -125,7 +125,7 @@ class _Launcher:
         engine.start()
         app = create_app(engine, log, metrics, config, self._access, tracing, batches)
         models = open_models(app.state, self._models, config.models_config, agents)
-        del engine, executors, tokenizer  # the registry frees them when a reload has replaced this version
+        del engine, executors, tokenizer  # so that only the registry holds them, and a reload can free them
         stop_http = asyncio.Event()
         http = self._start_http(app, sockets, stop_http)
         try:
@@ -302,8 +302,8 @@ class _Launcher:
             wait.cancel()
 
     def _failure(self, models: ModelRegistry[ServerState], http: asyncio.Task[None]) -> LLMServingError | None:
-        """Returns an error if a part of the server ended without a signal to stop, otherwise None. ``http`` must have
-        ended.
+        """Returns an error if the engine or the HTTP server ended without a stop signal, otherwise None. ``http`` must
+        have ended.
         """
         if models.ended.is_set():
             return EngineFailedError(f"the server stopped: {models.end_reason}")

@@ -144,8 +144,8 @@ ALONE_TO_THE_END = 1 << 40
 class Request:
     """One sequence in the scheduler, which owns it from ``add_request`` to its end.
 
-    ``arrival_time`` and the other times are seconds on the engine's monotonic clock. If the caller passes no
-    ``receipt``, a new receipt starts at ``arrival_time``.
+    ``arrival_time`` and the other times are seconds on the engine's monotonic clock. ``receipt`` records the time in
+    each phase. If the caller passes no receipt, a new one is made, whose first phase begins at ``arrival_time``.
     """
 
     request_id: str
@@ -295,11 +295,11 @@ class RequestTimings:
     blocked: tuple[Blocked, ...] = ()
     """Reasons for which the request was blocked, the longest first."""
     blocked_by: tuple[str, ...] = ()
-    """Ids of the requests because of which this request could not start, the most frequent first."""
+    """Ids of the requests that prevented this request from starting, the most frequent first."""
 
     @property
     def parts(self) -> dict[str, float]:
-        """The parts of ``e2e``, in the order of a request's path."""
+        """The parts of ``e2e``, in the order in which a request usually passes through them."""
         return {name: getattr(self, name) for name in PARTS}
 
 

@@ -29,7 +29,7 @@ class SamplingParameter:
     """NumPy type of the parameter's column in the step slot; empty if only the server uses the parameter."""
     low: float | None
     above: float | None
-    """The value must be above this number. None: no limit of this kind. (``low`` is the smallest permitted value.)"""
+    """The value must be above this number, which is itself not permitted (unlike ``low``). None: no limit."""
     high: float | None
     max_items: int | None
     """Maximum length, if the value is a list. Otherwise None."""

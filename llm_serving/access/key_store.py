@@ -35,8 +35,8 @@ class KeyStore:
         self._seen: tuple[int, ...] | None = None
         self._keys: Mapping[bytes, ApiKey] = self._fixed
         self._named: tuple[Mapping[bytes, ApiKey], Mapping[str, ApiKey]] = {}, {}
-        """A cache for the method ``named``: the value of ``_keys`` for which it was made, and the keys by name. If
-        ``_keys`` has been replaced since, ``named`` makes the cache again.
+        """A cache for the method ``named``: the mapping ``_keys`` from which the cache was made, and its keys by name.
+        If ``_keys`` is another mapping now, ``named`` makes the cache again.
         """
         if path is not None:
             self._seen = file_signature(path)

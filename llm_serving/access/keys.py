@@ -35,7 +35,7 @@ _INTEGER = re.compile(r"-?[0-9]{1,15}")
 
 @dataclass(frozen=True, slots=True)
 class KeyRights:
-    """The rights of a key, and the limits of its requests. For a limit, None means that the key has no such limit."""
+    """The rights of a key, and the limits of its requests. A limit of None means no limit."""
 
     admin: bool = False
     """True if the key may read metrics and the state of the server, and profile the agents."""

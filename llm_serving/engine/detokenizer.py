@@ -34,10 +34,10 @@ def _begins_surrogate(data: bytes) -> bool:
 class StopMatcher:
     """Finds the first of several stop strings in a stream of characters.
 
-    The stop string whose last character comes first ends the text. If several stop strings end at the same character,
+    The stop string that is complete first ends the text. If several stop strings are complete at the same character,
     the longest one counts. The result therefore does not depend on how the characters are split into pieces. Each stop
-    string has a failure automaton (Knuth, Morris and Pratt 1977), so a character costs a few steps, however much text
-    is held back.
+    string has a failure automaton (Knuth, Morris and Pratt 1977). So the cost of a character does not depend on the
+    length of the text that is held back.
     """
 
     def __init__(self, stops: Iterable[str]) -> None:

@@ -115,7 +115,7 @@ class ReplicaObserver:
         """Publishes that all blocks of the earlier engine were removed. From then on, publishes this engine's changes.
         """
         self._queue.put(self.replica, None)
-        # Set this after ``put``. As soon as it is True, the engine thread may publish blocks, and they must come after.
+        # Set this after ``put``. From now on, the engine thread may queue blocks, and they must follow the None above.
         self.is_current = True
 
     def stored(self, entry: int, block_hash: bytes, content: bytes, parent: Parent) -> None:

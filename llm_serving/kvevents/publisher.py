@@ -26,7 +26,7 @@ END = (-1).to_bytes(8, "big", signed=True)
 _MAX_BATCH = 4096
 _LINGER_MS = 200
 _COLLECT_MS = 20
-"""Milliseconds in which changes are collected for one batch."""
+"""Milliseconds for which the thread collects changes before it sends them as one batch."""
 _QUIET_ROUNDS = 50
 """Number of rounds of ``_COLLECT_MS`` without a change before the thread sleeps until the next change.
 
@@ -59,8 +59,8 @@ class EventPublisher:
             self._pub = self._socket(zmq.PUB, "endpoint", settings.endpoint, settings.buffer_batches)
             self._replay = None
             if settings.replay_endpoint is not None:
-                # ZeroMQ limits the number of unread messages to a subscriber. But it learns what the subscriber has
-                # read only after each half of the limit. So messages that were already read can fill half of the limit,
+                # ZeroMQ limits the number of unread messages to a subscriber. A subscriber reports what it has read
+                # only each time it has read half of the limit. So ZeroMQ may still count this number of read messages,
                 # and a whole replay must fit into the other half.
                 limit = 2 * (settings.buffer_batches + 1)
                 self._replay = self._socket(zmq.ROUTER, "replay_endpoint", settings.replay_endpoint, limit)

@@ -35,7 +35,7 @@ class BlockStored(Event):
     """Tokens of all blocks."""
     block_size: int
     extra_keys: list[list[str] | None] | None
-    """For each block: the names of further values on which its hash depends (the salt), or None."""
+    """For each block, a list with the name of its salt. None for a block without a salt of its own."""
 
 
 class BlockRemoved(Event):

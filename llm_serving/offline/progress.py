@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 @contextmanager
 def call_progress(name: str, total: int, *, show: bool, stream: TextIO | None = None) -> Iterator[Callable[[], None]]:
-    """Shows a progress bar with ``total`` units. Yields a function that must be called after each unit, by any thread.
+    """Shows a progress bar for ``total`` calls. Yields a function to call after each of them, in any thread.
 
     ``name`` is the text before the bar. The default of ``stream`` is the standard error stream. With ``show=False``,
     nothing is written.
@@ -30,4 +30,4 @@ def call_progress(name: str, total: int, *, show: bool, stream: TextIO | None = 
 
 
 def _nothing() -> None:
-    """Does nothing. Called for each unit if no bar is shown."""
+    """Does nothing. Replaces the function that advances the bar if no bar is shown."""

@@ -46,9 +46,9 @@ def bodies_of(
     name: str, inputs: Sequence[object], sampling: Sampling | Sequence[Sampling] | None, more: Mapping[str, Any],
     *, is_chat: bool,
 ) -> list[bytes]:
-    """Returns the body of each call. ``name`` is the field of an input, ``more`` are fields of all calls.
+    """Returns the body of a call for each input. The field ``name`` has the input. ``more`` are fields of every body.
 
-    ``sampling`` applies to all inputs, or it is a list with one entry for each input. Raises RequestError.
+    ``sampling`` applies to all inputs, or it is a list with one element for each input. Raises RequestError.
     """
     many = sampling if isinstance(sampling, Sequence) else [sampling] * len(inputs)
     if len(many) != len(inputs):

@@ -44,8 +44,8 @@ def config_of(
 
 
 def overrides_of(settings: Mapping[str, object]) -> list[str]:
-    """Converts settings to overrides ``section.key=value``. The name of a setting is a section, with a mapping as its
-    value, or ``section.key``.
+    """Converts settings to overrides ``section.key=value``. The name of a setting is ``section.key``, or a section
+    whose value is a mapping of keys to values.
 
     Raises ConfigError for other names, and for values that are not JSON.
     """

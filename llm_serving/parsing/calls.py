@@ -28,7 +28,7 @@ _FUNCTIONS = "functions."
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """The facts about a request's tools that a parser needs."""
+    """The properties of a request's tools that a parser must know."""
 
     types: Mapping[str, Mapping[str, frozenset[str]]] = field(default_factory=dict)
     """The JSON types of each tool's parameters. The outer keys are tool names, and the inner keys parameter names."""
@@ -61,7 +61,7 @@ def llama3_json(reader: Reader, options: CallOptions) -> Steps[None]:
     """Reads calls of the form ``{"name": ..., "parameters": {...}}``, at the start of the text or after
     ``<|python_tag|>``.
 
-    Semicolons separate several calls. JSON with a name that is no tool of the request is content.
+    Semicolons separate several calls. If the name in the JSON is not a tool of the request, the JSON is content.
     """
     reader.record = []
     yield from skip(reader)

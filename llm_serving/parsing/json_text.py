@@ -83,9 +83,9 @@ def read_calls(reader: Reader, names: Collection[str] | None = None) -> Steps[bo
     """Reads one object with the name and the arguments of a call, or a list of these objects. Returns True if there was
     a call.
 
-    Before, the caller must start recording the text (``reader.record = []``). If the first object is not a call, the
-    recorded text becomes content, and the result is False. If ``names`` is given, only calls of tools with these names
-    count as calls.
+    The caller must first start recording the text (``reader.record = []``). If the first object is not a call, the
+    recorded text becomes content, and the result is False. If ``names`` is given, only objects with one of these tool
+    names are calls.
     """
     if (yield from peek(reader)) != "[":
         return (yield from _read_call(reader, names))

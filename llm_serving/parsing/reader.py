@@ -41,7 +41,8 @@ class Reader:
         self._num_read = 0
         """Number of characters of the answer that ``take`` has returned."""
         self._space = ""
-        """White space that is content if more content follows. It ends at ``_space_end`` of the answer."""
+        """White space that becomes content if more content follows. It ends at character ``_space_end`` of the answer.
+        """
         self._space_end = 0
         self._reasoning_space = ""
         self._has_reasoning = False
@@ -91,7 +92,7 @@ class Reader:
         if not body:
             return
         end -= len(self._space)
-        if not is_next:  # a marker, which is no content, was between the white space and the text
+        if not is_next:  # between the white space and the text was a marker, which is not content
             if space:
                 self._add(Content(space, space_end - len(space), space_end))
             body = body[len(space) :]
@@ -225,9 +226,9 @@ def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _start_of_partial(text: str, markers: tuple[str, ...]) -> int:
-    """Returns the position in ``text`` at which a marker begins whose rest has not arrived yet.
+    """If ``text`` ends with the beginning of a marker, returns the position at which this beginning starts.
 
-    If ``text`` does not end with the beginning of a marker, returns the length of ``text``.
+    Otherwise returns the length of ``text``.
     """
     longest = max(map(len, markers), default=1)
     for position in range(max(0, len(text) - longest + 1), len(text)):

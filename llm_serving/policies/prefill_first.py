@@ -40,7 +40,7 @@ class PromptsFirst(SchedulingPolicy):
 
     @abstractmethod
     def _is_decode_due(self) -> bool:
-        """Returns True if few enough steps are in flight that a decode step may be composed now."""
+        """Returns True if a decode step may be composed now. It may not if too many steps are in flight."""
 
     def _prefill(self, now: float) -> ScheduledStep | None:
         step = self._composer.prefill(now, StepReason.PROMPT_READY)

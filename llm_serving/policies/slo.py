@@ -7,8 +7,8 @@ Budget
     The policy learns the cost of a step (``StepCostModel``) and gives prompts only the tokens that they need. It
     chooses the first sufficient of three paces:
 
-    1. Prompts get the tokens that ``chunked`` gives them, or fewer if a decoding sequence would miss its time between
-       tokens. Longer steps might still meet the objective, but readers would notice the slower output.
+    1. Prompts get the tokens that ``chunked`` gives them, or fewer if a decoding sequence would miss its objective.
+       With more tokens, sequences might still meet their objectives, but readers would notice the slower output.
     2. If a prompt would be late at pace 1, prompts get as many tokens as possible while each decoding sequence keeps
        its objective for the time between tokens.
     3. If a prompt would still be late, prompts also get the time by which decoding sequences are ahead of their
@@ -64,7 +64,7 @@ _MARGIN = 0.1
 
 @dataclass(frozen=True, slots=True)
 class _Pace:
-    """Limits for the time of the next step, from the objectives of the decoding sequences.
+    """Limits for the time of the next step. They come from the objectives of the decoding sequences.
 
     ``step_s`` and ``slack_s`` ignore sequences that will miss their objective in any case.
     """

@@ -93,7 +93,7 @@ class ServerApp:
         if scope["type"] != "http":
             raise RuntimeError(f"only HTTP is served, not {scope['type']}")
         scope.setdefault(RECEIVED_AT, time.monotonic())
-        scope["app"] = self  # makes Starlette raise a 405 as an exception, which then gets this server's error format
+        scope["app"] = self  # so that Starlette raises a 405 as an exception, and this server formats it
         access = self.state.access
         visit: Visit | None = scope.get(VISIT)  # the request has one if ``early_refusals`` has accepted it
         try:

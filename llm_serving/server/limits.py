@@ -33,12 +33,12 @@ MAX_NAME_CHARS = 256
 """Maximum length of ids and names in a request."""
 MAX_LOGPROBS = 20
 DEFAULT_REQUEST_CONTEXTS = 64
-"""Default of ``serving_config.max_request_tokens``, divided by the maximum length of a sequence."""
+"""By default, ``serving_config.max_request_tokens`` is this multiple of the maximum length of a sequence."""
 MAX_LOGPROB_ENTRIES = 1 << 20
 """Maximum number of log-probabilities in the response to one HTTP request. The server needs 200 bytes for each."""
 MAX_BEAM_RESENDS = 64
-"""Maximum number of tokens that the server sends to the engine for a beam search, divided by
-``serving_config.max_request_tokens``. The number is large, because each new token needs the prompt and the beam again.
+"""A beam search may send the engine this multiple of ``serving_config.max_request_tokens`` tokens. The multiple is
+large, because the search sends the prompt and the beam again for each new token.
 """
 MAX_LENGTH_PENALTY = 8.0
 MAX_PRIORITY = 2**31 - 1
@@ -48,8 +48,8 @@ MAX_MILLISECONDS = 24 * 3600 * 1000
 BODY_TIMEOUT_S = 30.0
 """Maximum time in seconds until the complete body of a request has arrived."""
 HEADER_TIMEOUT_S = 15.0
-"""Maximum time in seconds until a request's headers have arrived. For the first request, it starts with the connection.
-For the next ones, it starts with their first byte."""
+"""Maximum time in seconds until a request's headers have arrived. For the first request of a connection, the time
+begins when the connection opens. For later requests, it begins with their first byte."""
 MESSAGE_TIMEOUT_S = BODY_TIMEOUT_S + 5.0
 """Maximum time in seconds from a request's headers to its end. It also applies if no handler reads the body."""
 MAX_HEADER_BYTES = 64 * 1024

@@ -27,7 +27,7 @@ from llm_serving.server.http.tls_listener import TlsListener
 from llm_serving.server.limits import KEEP_ALIVE_S
 
 CLOSE_S = 1.0
-"""Seconds between the end of all requests and the closing of the connections. Clients can read the last bytes then."""
+"""Seconds between the end of all requests and the end of the connections, so that clients can read the last bytes."""
 RESERVED_FILES = 128
 """Number of file descriptors that are kept free of connections, for agents, logs and shared memory."""
 TICK_S = 1.0
@@ -92,7 +92,7 @@ async def serve(
         watch.start()
     batches = None if state.batches is None else BatchRunner(app, state.batches, BATCH_ENDPOINTS)
     context = tls.context if tls else None
-    del state  # it belongs to the first version of the main model, which a reload must free
+    del state  # otherwise, the first version of the main model would stay in memory after a reload
     try:
         await _Server(config, app, rules, listeners, context, stop, drain_s, batches).serve()
     finally:

@@ -90,7 +90,7 @@ class ServerSettings:
     pooling: Pooling | None = None
     """How the server computes embeddings, scores or classes. None if it generates text."""
     info: dict[str, object] = field(default_factory=dict)
-    """Facts about the model that ``/server_info`` shows."""
+    """Description of the model that ``/server_info`` shows."""
     vision: VisionShape | None = None
     """The vision encoder of the model. None if the model reads only text."""
     processing: ImageProcessing | None = None
@@ -277,7 +277,7 @@ class ServerState:
             self.refuse_if_full(tenant)
 
     def early_refusal(self, tenant: str) -> QueueFullError | None:
-        """Returns the error that ``check_queue`` would raise, or None. Logs and counts a refusal as ``check_queue``."""
+        """Returns the error that ``check_queue`` would raise, or None. Also logs and counts the refusal, as it does."""
         return self._full(tenant) if self._has_one_queue else None
 
     def refuse_if_full(self, tenant: str) -> None:

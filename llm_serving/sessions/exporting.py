@@ -40,7 +40,7 @@ class SessionChangedError(LLMServingError):
 class SessionExport:
     """Exports one session. ``config`` is the config of the session's model.
 
-    ``identity`` has the facts on which the bits of the model's blocks depend. ``transfers`` reads the blocks.
+    ``identity`` has the model, weights and kernels that determine the bits of blocks. ``transfers`` reads the blocks.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class SessionExport:
         self._versions: tuple[int, ...] | None = None
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yields the file in pieces. Raises SessionChangedError, possibly after some pieces, if its blocks may be
-        wrong.
+        """Yields the file in pieces. Raises SessionChangedError if the blocks in the file may be wrong. Some pieces may
+        have been yielded by then.
         """
         loop, manifest = asyncio.get_running_loop(), self._manifest
         yield encode_head(manifest, self._tokens)

@@ -1,8 +1,8 @@
 """Reads a session file. If its blocks are bit-identical to those that this server computes, gives them to the KV tiers.
 
-If the file belongs to a model with other sizes, the import is refused. If only the bits differ, for example because of
-other weights or another block size, the session is imported without its blocks. The server then computes the blocks
-again.
+If the file belongs to a model with other sizes, the import is refused. If only the values in the blocks differ, for
+example because of other weights or another block size, the session is imported without its blocks. The server then
+computes the blocks again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _FACTS_OF_THE_MODEL = ("shape", "model_type")
 
 
 class SessionMismatchError(RequestError):
-    """The session file is of another model. The text names the first difference."""
+    """The session file is of another model. The message names the first difference."""
 
     status = 409
     code = "session_mismatch"
@@ -66,7 +66,7 @@ class ImportResult:
 
 
 def differences_of(theirs: dict[str, Any], ours: dict[str, Any], path: str = "") -> list[str]:
-    """Compares the facts of a file (``theirs``) with those of this server. Returns a text for each fact that differs.
+    """Compares the ``facts`` of a file (``theirs``) with those of this server. Returns a text for each difference.
     """
     found: list[str] = []
     for name in sorted(theirs.keys() | ours.keys()):
@@ -116,7 +116,7 @@ class SessionImport:
     async def feed(self, piece: bytes) -> bool:
         """Processes the next piece of the file. Returns False if the rest of the file is not needed.
 
-        Raises InvalidSessionError, and SessionMismatchError for another model.
+        Raises InvalidSessionError for a damaged file, and SessionMismatchError for the file of another model.
         """
         for part in self._reader.feed(piece):
             if isinstance(part, Head):

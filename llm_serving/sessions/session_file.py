@@ -45,7 +45,7 @@ class Manifest:
     version: str
     """Version of the server that wrote the file."""
     facts: dict[str, Any]
-    """The facts on which the bits of the blocks depend, see ``llm_serving.kvstore.identity``."""
+    """Values that determine the bits of blocks, such as the weights' digest. See ``llm_serving.kvstore.identity``."""
     namespace: bytes
     """Digest of ``facts``."""
     adapter: bytes

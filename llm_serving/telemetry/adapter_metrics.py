@@ -12,7 +12,7 @@ SLOTS, REQUESTS = "llm_serving_adapter_slots", "llm_serving_adapter_requests"
 
 
 class AdapterFigures(Protocol):
-    """The part of a server's adapters that the metrics show."""
+    """The numbers about a server's LoRA adapters that the metrics show."""
 
     @property
     def max_adapters(self) -> int: ...

@@ -224,7 +224,7 @@ def _encode(record: Mapping[str, object]) -> bytes:
 
 
 def _encode_unknown(value: object) -> object:
-    item = getattr(value, "item", None)  # NumPy scalars
+    item = getattr(value, "item", None)  # NumPy scalars have the method ``item``
     if callable(item) and getattr(value, "ndim", None) == 0:
         return item()
     if isinstance(value, BaseException):

@@ -93,7 +93,7 @@ class ProgressDisplay:
             self._noted_at = self._clock()
 
     def update(self, rank: int, stage: str, done: int, total: int) -> None:
-        """Shows that agent ``rank`` has completed ``done`` of ``total`` units of a stage."""
+        """Shows the progress of agent ``rank``: it has done ``done`` of ``total`` parts of the work of a stage."""
         with self._lock:
             now = self._clock()
             current = self._current.get(rank)

@@ -16,7 +16,7 @@ from prometheus_client.utils import floatToGoString
 
 
 class StepSeries:
-    """The recorded values for one value of the histogram's label."""
+    """The counts of a histogram for one value of its label."""
 
     __slots__ = ("_bounds", "counts", "total")
 

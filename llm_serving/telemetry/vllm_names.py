@@ -31,8 +31,8 @@ class VllmName:
     name: str
     source: str
     label: tuple[str, str] | None = None
-    """The only label that the copy keeps: the name of the label in this server's metric, and its name in vLLM. Samples
-    that differ only in other labels are added up. None if no label is kept.
+    """The only label that the copy keeps: its name in this server's metric, and its name in vLLM. None if no label is
+    kept. Samples that have the same labels in the copy are added up.
     """
     difference: str = ""
     """Text for the documentation: how the meaning of the values differs from vLLM's. Empty if it is the same."""

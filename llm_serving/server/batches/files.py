@@ -127,7 +127,7 @@ class _Form:
 
 
 def _clean_name(name: str) -> str:
-    """Returns the last part of a client's file name. The server shows this name, but uses it for no file on disk."""
+    """Returns the last part of a client's file name. The server only shows this name. No file on disk has it."""
     last = name.replace("\\", "/").rpartition("/")[2]
     return "".join(char for char in last if char.isprintable())[:MAX_NAME_CHARS]
 
@@ -184,7 +184,8 @@ class FileContent:
                 if left and not data:
                     raise OSError(f"{self._path} is shorter than its record states")
                 left -= len(data)
-                # The last bytes also end the response, because the client may then send its next request.
+                # The message with the last bytes also ends the response, because a client that has all bytes may
+                # immediately send its next request.
                 is_complete = left == 0
                 await send({"type": "http.response.body", "body": data, "more_body": not is_complete})
         finally:

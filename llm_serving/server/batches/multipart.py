@@ -53,11 +53,11 @@ def boundary_of(content_type: str) -> bytes:
 
 
 class FormParser:
-    """Turns chunks of a body into the beginnings and the contents of its parts."""
+    """Divides a body, which arrives in chunks, into its parts: the beginning of each part, and then its content."""
 
     def __init__(self, boundary: bytes) -> None:
         self._delimiter = b"\r\n--" + boundary
-        self._buffer = b"\r\n"  # the first boundary has no line break before it
+        self._buffer = b"\r\n"  # the line break before the first boundary, which the client does not send
         self._state = "content"
         self._num_parts = 0
 
@@ -102,7 +102,7 @@ class FormParser:
         if mark == b"--":
             self._state = "end"
         elif mark == b"\r\n":
-            self._buffer = b"\r\n" + self._buffer  # a part without headers begins with the empty line
+            self._buffer = b"\r\n" + self._buffer  # so that ``_headers`` also finds the end of empty headers
             self._state = "headers"
         else:
             raise InvalidFormError("The form has a boundary that neither a line break nor '--' follows.")

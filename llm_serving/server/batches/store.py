@@ -54,7 +54,7 @@ from llm_serving.server.fields.validation import short
 
 T = TypeVar("T")
 MIN_FILE_BYTES = 4096
-"""Number of bytes that the storage limits count for each smaller file, and for the record of each batch.
+"""For the storage limits, a smaller file counts as this number of bytes. The record of each batch also does.
 
 So the limits in bytes also limit the number of tiny files.
 """
@@ -137,7 +137,7 @@ class BatchStore:
         return self.data_path(file.owner, file.id)
 
     def data_path(self, owner: str, file_id: str) -> Path:
-        """Returns the path of a file's content by the file's id, also before the file exists."""
+        """Returns the path of the content of the file with this id. The file need not exist yet."""
         return self._tenant(owner).folder / "files" / f"{file_id}.data"
 
     def delete_file(self, owner: str, file_id: str) -> None:
@@ -212,7 +212,7 @@ class BatchStore:
         return found
 
     def cancel_batch(self, owner: str, batch_id: str) -> Batch:
-        """Asks the runner to cancel a batch. Raises UnknownBatchError, and RequestError if it has ended."""
+        """Asks the runner to cancel a batch. Raises UnknownBatchError, and RequestError if the batch has ended."""
         batch = self.batch(owner, batch_id)
         if batch.has_ended or batch.status == "finalizing":
             raise RequestError(

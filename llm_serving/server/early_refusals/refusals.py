@@ -1,9 +1,9 @@
-"""Refuses requests from their headers, without a task, routing and the objects of a request.
+"""Refuses requests by their headers alone, before a task is started for them and before they are routed.
 
-Under a load of many times the capacity, most requests are refused, and the refusals share the processor with the
-accepted requests. So ``EarlyRefusals`` answers a refused request as soon as its headers have arrived. For API keys,
-quotas, shares of the queue, metrics, logs and error responses, it calls the same functions as the normal path. So both
-paths decide and answer alike. Requests with unusual headers always take the normal path.
+If the load is many times the capacity, most requests are refused, and the refusals share the processor with the
+accepted requests. So ``EarlyRefusals`` answers a refused request as soon as its headers have arrived. It calls the same
+functions as the normal path, for example for API keys, quotas, metrics and error responses. So both paths decide and
+answer alike. Requests with unusual headers always take the normal path.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ class App(Protocol):
 
 
 class EarlyRefusals:
-    """Refuses requests for the endpoints of an application whose handlers first check the queue (``Endpoint.queued``).
-    """
+    """Refuses requests for those endpoints of an application that check the queue first (``Endpoint.queued``)."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -52,9 +51,9 @@ class EarlyRefusals:
     def response(self, url: bytes, scope: Scope) -> Response | None:
         """Returns the response to a POST that is refused, or None if the request must take the normal path.
 
-        A request is refused here without a valid API key, beyond a quota, or if the queue is full. ``url`` is the URL
-        in the request line. ``scope`` has the headers, the client and the time of arrival. If the request is not
-        refused, its ``Visit`` has begun and is in ``scope``, so that the request counts once.
+        A request is refused here if it has no valid API key, if a quota is exceeded, or if the queue is full. ``url``
+        is the URL in the request line. ``scope`` has the headers, the client and the time of arrival. If the request is
+        not refused, its ``Visit`` is in ``scope``, so that the normal path does not count the request again.
         """
         path, state = self._paths.get(url), self._app.state
         if path is None or state.tracing is not None or not self._has_usual_headers(scope["headers"], state.settings):

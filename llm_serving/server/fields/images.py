@@ -21,9 +21,9 @@ _PART = re.compile(r"messages\[(\d+)\]\.content\[(\d+)\]\.image_url(\.url)?")
 
 @dataclass(frozen=True, slots=True)
 class ImageField:
-    """The names that an error uses for one image: its fields in the client's request, before the conversion.
+    """The field names by which an error refers to one image. They are fields of the client's original request.
 
-    Both names are the same if the client did not send the image, but named an earlier response that has the image.
+    If the image belongs to an earlier response, both names are the field that names this response.
     """
 
     image: str

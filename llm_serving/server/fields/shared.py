@@ -35,7 +35,7 @@ from llm_serving.server.limits import (
 
 
 def _strings(value: object, info: ValidationInfo) -> object:
-    """Converts a string, or a list of strings, to a tuple. Refuses too many, empty and too long strings.
+    """Converts a string, or a list of strings, to a tuple. Refuses empty strings, long strings, and too many strings.
 
     ``PARAMETERS`` has the limits of each field.
     """
@@ -74,7 +74,7 @@ TokenIds = Annotated[list[int], Field(max_length=PARAMETERS["stop_token_ids"].ma
 
 
 def _logit_bias(value: object) -> object:
-    """Returns the field ``logit_bias``, an object from token ids to numbers, as pairs in the order of the ids."""
+    """Converts the field ``logit_bias``, which maps token ids to numbers, to pairs in the order of the ids."""
     if value is None:
         return ()
     if not isinstance(value, dict):

@@ -57,15 +57,15 @@ def _with_plan(
 ) -> tuple[str, Grammar] | None:
     """Returns (field, grammar) for the whole output: reasoning, tool calls and content. None if no grammar is needed.
 
-    ``field`` is the name of the request's field that needs the grammar, for errors. ``wanted`` is the (field, grammar)
-    that the request asks for the content alone, or None if any content is allowed.
+    ``field`` is the name of the request's field that needs the grammar, for errors. ``wanted`` is (field, grammar) for
+    the content alone, as the request states it, or None if any content is allowed.
     """
     thinking = None if plan.reasoning is None or plan.is_over else Thinking(plan.reasoning, plan.is_thinking)
     tokenizer = state.engine.tokenizer
     special = {tokenizer.token_bytes(one).decode(): one for one in plan.shown_token_ids}
     content = None if wanted is None else wanted[1]
     if content is not None and not _can_be_composed(content):
-        return wanted  # the compiler refuses this grammar with its reason
+        return wanted  # the compiler then refuses this grammar, and states the reason
     if plan.tools is None:
         if wanted is None or content is None or thinking is None:
             return wanted

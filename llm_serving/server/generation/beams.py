@@ -36,7 +36,8 @@ A beam search refuses other values of these fields.
 def check_beam_fields(fields: SamplingFields) -> None:
     """Raises RequestError if the fields contradict ``use_beam_search``.
 
-    Without it, fields of beam search are refused. With it, ``stream`` and sampling fields are refused.
+    If ``use_beam_search`` is not set, fields of beam search are refused. If it is set, ``stream`` and sampling fields
+    are refused.
     """
     if not fields.use_beam_search:
         for name in ("beam_width", "length_penalty"):
@@ -132,7 +133,8 @@ def _max_tokens(generation: Generation, choice: Choice, *, has_limit: bool) -> i
     """Returns the maximum number of tokens of a beam. ``has_limit`` is True if the client gave a maximum.
 
     Each step of the search sends the prompt, followed by the beam, to the engine as a new prompt. So both together
-    must not exceed the maximum length of a prompt. If the client's maximum does, raises ContextLengthError.
+    must not exceed the maximum length of a prompt. Raises ContextLengthError if the client's maximum is too large for
+    this.
     """
     longest, num_tokens = generation.state.settings.max_prompt_tokens, len(choice.prompt.token_ids)
     available, wanted = longest - num_tokens + 1, choice.sampling.max_tokens

@@ -34,7 +34,7 @@ def keep_blocks(engine: AsyncEngine, owner: str, request: Request, seconds: floa
     """
     if engine.transfers is None:
         return
-    tokens = [*request.prompt_token_ids, *request.output_token_ids][:-1]  # the last token is not computed
+    tokens = [*request.prompt_token_ids, *request.output_token_ids][:-1]  # the last token has no keys and values yet
     root = root_hash(engine.config.cache_namespace, request.cache_salt)
     hashes = hash_blocks(tokens, engine.config.pa_config.block_size, root)
     engine.transfers.keep(owner, hashes, time.monotonic() + seconds)

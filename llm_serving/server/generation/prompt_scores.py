@@ -1,9 +1,9 @@
 """Computes log-probabilities of prompt tokens, for ``echo`` with ``logprobs`` and for ``prompt_logprobs``.
 
-An extra sequence scores each prompt. Its prompt is the first token, and a constraint forces it to generate the other
-tokens. So each log-probability has exactly the bits that decoding gives at this position. As the tokens are known, one
-step scores several of them (``llm_serving.speculation.forced``). Even for a long prompt, the agents need no more memory
-for logits than in a decode step. The prefix cache is not used, because it has no log-probabilities.
+An extra sequence scores each prompt. Its own prompt is only the first token, and a constraint forces it to generate
+the other tokens. So each log-probability is bit-identical to that of a generated token at this position. As the tokens
+are known, one step scores several of them (``llm_serving.speculation.forced``). Even for a long prompt, the agents need
+no more memory for logits than in a decode step. The prefix cache is not used, because it has no log-probabilities.
 """
 
 from __future__ import annotations

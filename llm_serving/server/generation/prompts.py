@@ -41,7 +41,7 @@ class Prompt:
     """The images of the prompt. None if the prompt has no images."""
 
     def work(self) -> int:
-        """Returns the work of the prefill in tokens: the number of tokens, and the cost of each tile of an image."""
+        """Returns the work of the prefill in tokens: the number of tokens plus the cost of encoding each image tile."""
         return len(self.token_ids) + (0 if self.images is None else sum(tile.cost for tile in self.images.tiles))
 
     def as_text(self, tokenizer: Tokenizer) -> str:
@@ -231,8 +231,8 @@ def _has_calls(message: Mapping[str, Any]) -> bool:
 def _is_short(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> bool:
     """Returns whether a conversation with its tools is short enough for the event loop's thread to render it.
 
-    The number of messages and tool calls is limited. A second limit is for the sum of the messages' characters and the
-    bytes of tools and calls as JSON.
+    One limit is for the number of messages and tool calls. The other limit is for their size: the characters of the
+    messages plus the bytes of tools and calls as JSON.
     """
     calls = [call for message in messages for call in message.get("tool_calls") or ()]
     size = sum(len(message["content"] or "") for message in messages)

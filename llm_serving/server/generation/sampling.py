@@ -71,8 +71,8 @@ def base_sampling(fields: SamplingFields, defaults: Mapping[str, Any]) -> Sampli
 def dialect_sampling(fields: DialectSampling, top_logits: int = 0, *, logprobs: bool = False) -> SamplingParams:
     """Returns the sampling parameters of ``/generate`` and ``/chat``. ``max_tokens`` and the seed are set later.
 
-    If the request does not set ``do_sample``, it samples if it sets ``temperature``, ``top_k`` or ``top_p``, and is
-    greedy otherwise. ``top_logits`` is the number of best tokens for which the response has logits. If the request has
+    If the request does not set ``do_sample``, setting ``temperature``, ``top_k`` or ``top_p`` turns sampling on.
+    ``top_logits`` is the number of best tokens for which the response has logits. If the request has
     ``return_logits``, the maximum is used instead.
     """
     given = (fields.temperature, fields.top_k, fields.top_p)

@@ -166,7 +166,7 @@ def _tenant(key: bytes) -> str:
 def _cache_salt(salt: str | None, key: bytes) -> bytes:
     """Returns a hash of the client's salt and the tenant's API key. Empty if both are empty.
 
-    Two requests share blocks of the prefix cache only if the results for them are equal.
+    Two requests share blocks of the prefix cache only if their hashes are equal.
     """
     if not salt and not key:
         return b""

@@ -87,7 +87,7 @@ class Generation:
         stream: bool,
         model: str | None = None,
     ) -> None:
-        """``model`` is the model's name in the request: that of the served model or of an adapter, or None."""
+        """``model`` is the request's field ``model``: the name of the served model or of an adapter, or None."""
         if state.settings.pooling is not None and api not in POOLED_APIS:
             raise RequestError(
                 "This server computes embeddings, scores or classes and generates no text; start it with "
@@ -138,7 +138,7 @@ class Generation:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Number of prompt tokens found in the prefix cache by the first choice of each prompt.
+        """Number of prompt tokens that the first choice of each prompt found in the prefix cache.
 
         Further choices of a prompt do not count, because they always find the blocks of the first choice.
         """

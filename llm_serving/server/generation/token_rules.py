@@ -86,8 +86,8 @@ async def with_token_rules(
 def _forbidden(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
     """Returns the token sequences that spell the words: one or two for each word.
 
-    The first spells the word, the second a space and the word. As in vLLM, the second is returned only if it is as long
-    as the first and begins with another token.
+    The first sequence spells the word, and the second spells a space and the word. As in vLLM, the second is returned
+    only if it has as many tokens as the first and begins with another token.
     """
     sequences = []
     for word in words:

@@ -22,8 +22,8 @@ T = TypeVar("T")
 async def off_loop(num_items: int, work: Callable[[], T], limit: int = INLINE_ITEMS) -> T:
     """Runs ``work`` and returns its result. If ``num_items`` is above ``limit``, another thread runs it.
 
-    ``work`` must not use objects that the event loop changes. Its calls into C code should be short: C code that holds
-    the interpreter lock (GIL) also blocks the event loop.
+    ``work`` must not use objects that the event loop changes. It should call no C function that holds the interpreter
+    lock (GIL) for long, because the lock also blocks the event loop.
     """
     if num_items <= limit:
         return work()

@@ -12,9 +12,9 @@ from starlette.types import Receive, Scope, Send
 ITEMS_PER_PIECE = 8
 """Number of list items in one call of the JSON encoder. It is small, because other threads cannot run during a call.
 
-It also avoids garbage collections. The items of one call are in memory at the same time. A token with 20 alternatives
-has 43 objects that the garbage collector tracks. Python starts a collection when the number of tracked objects has
-grown by 700. With 8 items, it hardly ever does.
+A small number also avoids garbage collections. The items of one call are in memory at the same time. A token with 20
+alternatives has 43 objects that the garbage collector tracks. Python starts a collection when the number of tracked
+objects has grown by 700. Eight items rarely reach this number.
 """
 SEND_BYTES = 128 * 1024
 """Number of bytes after which the sender of a response lets other tasks run."""
@@ -40,7 +40,7 @@ class EncodedList:
 
 
 class GrowingList:
-    """A list whose items are encoded as JSON while the list grows. So nothing is encoded again at its end."""
+    """A list that encodes each item as JSON when the item is added. So a complete list needs no further encoding."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []

@@ -15,7 +15,7 @@ T = TypeVar("T")
 def in_order(request: Request, items: list[T]) -> list[T]:
     """Returns ``items`` in the order of the request's query parameter ``order``. The default is newest first.
 
-    The given ``items`` must be oldest first. Raises RequestError for an unknown order.
+    The caller passes the ``items`` with the oldest first. Raises RequestError for an unknown order.
     """
     order = request.query_params.get("order", "desc")
     if order not in ("asc", "desc"):

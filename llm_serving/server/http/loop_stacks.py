@@ -21,8 +21,8 @@ class LoopStacks:
 
     While the loop is watched, it calls ``iterated`` every few milliseconds. Otherwise the thread sleeps.
 
-    While a C function keeps the interpreter lock (GIL), this thread cannot read the stack. It gets the lock when the C
-    function returns, before the Python function that called it continues. So this Python function is still on the
+    While a C function keeps the interpreter lock (GIL), this thread cannot read the stack. When the C function returns,
+    this thread gets the lock before the calling Python function continues. So this Python function is still on the
     stack.
     """
 

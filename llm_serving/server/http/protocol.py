@@ -44,7 +44,8 @@ MAX_AGE_S = 60.0
 
 _STAMP = re.compile(rb"(?:t=)?([0-9]{9,17}(?:\.[0-9]{1,9})?)")
 _UNITS = ((1e11, 1.0), (1e14, 1e3), (math.inf, 1e6))
-"""(limit, divisor) for seconds, milliseconds and microseconds. A time below the limit is divided to get seconds."""
+"""(limit, divisor) for seconds, milliseconds and microseconds. A number below ``limit``, divided by ``divisor``, gives
+seconds."""
 
 Header = tuple[bytes, bytes]
 
@@ -160,7 +161,7 @@ class StreamChannel:
 
 
 class Refusals(Protocol):
-    """Refuses requests whose headers suffice for the decision: ``early_refusals.EarlyRefusals``."""
+    """The interface of ``early_refusals.EarlyRefusals``, which refuses requests by their headers alone."""
 
     def response(self, url: bytes, scope: Scope) -> Response | None:
         """Returns the response to a POST that is refused, or None if the application must be called."""
@@ -197,8 +198,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
       reads, and responds with an error.
     - A client must read the written bytes within ``WRITE_TIMEOUT_S``.
     - Requests must not be pipelined. If a client sends a request before the present response is complete, the server
-      discards the request and closes the connection after the response. It notices meanwhile if the client closes the
-      connection, and then ends the work for the response.
+      discards the request and closes the connection after the response. If the client closes the connection before
+      that, the server still notices it and ends the work for the response.
     """
 
     def __init__(self, rules: ConnectionRules, *args: Any, **kwargs: Any) -> None:
@@ -267,7 +268,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._count_framing(len(data))
 
     def on_message_begin(self) -> None:
-        # A client that waits for responses cannot have sent this request together with one that was refused early.
+        # After an early refusal in the same bytes, the client cannot have waited for the response before this request.
         if self._has_refused or (self.cycle is not None and not self.cycle.response_complete):
             raise PipelinedError
         super().on_message_begin()
@@ -295,7 +296,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _refuse_early(self) -> bool:
         """Responds to a request whose headers suffice to refuse it. Returns False if the application must be called.
 
-        Only usual requests are refused here: POST with HTTP/1.1, to a client that reads its responses.
+        Only usual requests are refused here: POST with HTTP/1.1, from a client that reads its responses.
         """
         parser = self.parser
         if self.refusals is None or parser.get_method() != b"POST" or parser.get_http_version() != "1.1":

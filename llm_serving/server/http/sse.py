@@ -80,7 +80,7 @@ class _Parts:
     """Events that are written in several parts."""
 
     def __init__(self, index: int, pieces: list[bytes], *, is_last: bool) -> None:
-        """``index`` is the choice of the events. ``is_last`` is True if they end the response."""
+        """``index`` is the number of the choice that the events belong to. ``is_last``: the events end the response."""
         self.index = index
         self._is_last = is_last
         self._parts = joined(pieces)

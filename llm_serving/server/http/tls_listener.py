@@ -1,7 +1,7 @@
 """Accepts encrypted connections. The limit of connections includes those whose TLS handshake is not complete.
 
-asyncio's own servers report a connection only after its handshake. With them, clients that never complete a handshake
-could open any number of connections. Therefore this module accepts the connections itself.
+asyncio's own servers report a connection only after its handshake. So clients that never complete a handshake could
+open any number of connections. Therefore this module accepts the connections itself.
 """
 
 from __future__ import annotations

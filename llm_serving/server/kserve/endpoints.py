@@ -1,4 +1,4 @@
-"""The endpoints ``/v2``: health, facts about the server and its model, ``infer``, ``generate`` and its stream."""
+"""The endpoints ``/v2``: health, descriptions of server and model, ``infer``, ``generate`` and its stream."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _REFUSED = frozenset(
     ("model", "prompt", "n", "best_of", "stream_options", "use_beam_search", "beam_width", "length_penalty", "echo",
      "logprobs", "prompt_logprobs", "return_token_ids", "return_receipt")
 )  # fmt: skip
-"""Fields of a completion that are refused, because a response of this protocol cannot carry their results."""
+"""Fields of a completion that are refused, because responses of this protocol have no members for their results."""
 
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 
@@ -104,7 +104,7 @@ def completion_of(
 
 
 def named_by_parameters(error: RequestError) -> RequestError:
-    """Returns an error that names a field of the completion as ``parameters.FIELD``, where the client sent the field.
+    """Returns the error with the field's name in the client's request: ``parameters.FIELD`` instead of ``FIELD``.
 
     An error about the prompt is returned unchanged.
     """

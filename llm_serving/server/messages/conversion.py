@@ -1,4 +1,4 @@
-"""Converts a request of Anthropic's API to a chat request. Renames the fields in errors about the chat request back."""
+"""Converts a request of Anthropic's API to a chat request. Restores Anthropic's field names in its errors."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ Each pair has a pattern for pydantic's location, and its replacement.
 def without_tags(error: RequestError) -> RequestError:
     """Returns ``error`` with the location of the field in the client's request.
 
-    pydantic's location in ``error`` also has the types of blocks, which the request does not have at this position.
+    pydantic adds the types of blocks to the location, for example in ``content[0].text``. This function removes them.
     """
     return renamed(error, _TAGS)
 

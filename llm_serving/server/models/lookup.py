@@ -40,8 +40,8 @@ def open_models(
     state: ServerState, models: PlannedModels, settings: ModelsConfig, agents: ExitStack
 ) -> ModelRegistry[ServerState]:
     """Returns the registry of a server. ``state`` serves the main model, whose agents end when ``agents`` is closed."""
-    # Copy ``state`` for the main model's first version. When a reload ends this version, ``state`` changes to the new
-    # one, but requests of the first version may still run.
+    # The first version of the main model gets a copy of ``state``. A reload changes ``state`` to the new version, while
+    # requests of the first version may still run.
     view = replace(state)
     main = RunningVersion(0, state.engine, view, models.models[0].need, agents)
     make_view = partial(view_of, state)

@@ -1,4 +1,4 @@
-"""Endpoints that generate no text: models, health, metrics, facts about the server, and the tokenizer."""
+"""Endpoints that generate no text: models, health, metrics, state of the server, and the tokenizer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ PROBE_TIMEOUT_S = 1.0
 _PUBLIC_FACTS = frozenset(
     {"rank", "replica", "tensor_parallel_index", "pipeline_stage", "state", "restarts", "steps", "queued"}
 )
-"""Names of the facts about an agent that ``/server_info`` shows to all clients. Clients on this machine see more."""
+"""The members of an agent's status that ``/server_info`` shows to all clients. Clients on this machine see all members.
+"""
 
 
 class TokenizeRequest(StrictModel):
@@ -136,7 +137,7 @@ async def _metrics(state: ServerState, request: Request) -> Response:
 
 
 def _engine_json(state: ServerState, *, is_local: bool) -> dict[str, Any]:
-    """Returns the status of a model's engine. Only a client on this machine gets all facts about the agents."""
+    """Returns the status of a model's engine. Only a client on this machine gets the whole status of the agents."""
     engine = state.engine.status().as_json()
     if not is_local:
         engine["agents"] = [
@@ -158,7 +159,7 @@ def _models_json(state: ServerState, *, is_local: bool) -> dict[str, Any]:
 
 
 async def _server_info(state: ServerState, request: Request) -> Response:
-    """Responds with facts about the server. Only clients on this machine see processes, addresses and files."""
+    """Responds with model, limits and state. Only clients on this machine see processes, addresses and files."""
     tokenizer, formats = state.engine.tokenizer, state.output_format
     is_local = is_on_this_machine(request)
     engine = _engine_json(state, is_local=is_local)

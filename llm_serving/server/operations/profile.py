@@ -96,7 +96,7 @@ async def _started(state: ServerState, folder: str, *, is_local: bool) -> list[d
     try:
         agents = await _tell(state.engine, folder, START_TIMEOUT_S)
     except NoReplyError:
-        _stop_after(state, 0)  # the agents may still start the profile, and then run this command
+        _stop_after(state, 0)  # the agents may still start the profile, which this command then stops
         raise
     except BaseException:
         running.folder = None

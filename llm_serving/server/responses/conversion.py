@@ -1,4 +1,4 @@
-"""Converts a request of ``/v1/responses`` to a chat request. Renames the fields in errors about the chat request back.
+"""Converts a request of ``/v1/responses`` to a chat request. In errors of the chat request, restores the field names.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ pydantic's location, and its replacement without the type.
 def without_tags(error: RequestError) -> RequestError:
     """Returns ``error`` with the location of the field in the client's request.
 
-    pydantic's location in ``error`` also has the names of types, which the request does not have at this position.
+    pydantic adds the names of types to the location of a field. This function removes them.
     """
     return renamed(error, _TAGS)
 

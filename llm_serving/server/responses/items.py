@@ -16,7 +16,7 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 class ItemWriter:
-    """Writes the output items of one response. Each item is added, has deltas, and is done before the next begins."""
+    """Writes the output items of one response, one after the other: the start of an item, its deltas, and its end."""
 
     def __init__(
         self, response_id: str, call_id: Callable[[], str], logprobs: MessageLogprobs | None = None
@@ -113,7 +113,7 @@ class ItemWriter:
         return self._delta("response.output_text.delta", event.text, content_index=0, logprobs=logprobs)
 
     def _take_logprobs(self, event: Content) -> EncodedList | list[object]:
-        """Encodes the log-probabilities of the next text. Returns them without bytes, as a delta has them."""
+        """Encodes the log-probabilities of the next text. Returns them for a delta: without the bytes of the tokens."""
         found = GrowingList()
         if self._logprobs is not None:
             entries = iter(self._logprobs.take(event.begin, event.end))

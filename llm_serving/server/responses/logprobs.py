@@ -25,7 +25,7 @@ class MessageLogprobs:
     def __init__(self, tokenizer: Tokenizer, choice: Choice, count: int) -> None:
         """``count`` is the number of most likely tokens to report at each position."""
         self._tokenizer, self._count = tokenizer, count
-        # With stop strings, the detokenizer would hold back text that may be the beginning of one. Without them, the
+        # This detokenizer gets no stop strings, because it would hold back text that may begin a stop string. So the
         # position of a token's text is known immediately. The caller takes no text after a stop string.
         sampling = replace(choice.sampling, stop=())
         self._text = IncrementalDetokenizer.for_request(tokenizer, choice.prompt.token_ids, sampling)
@@ -41,7 +41,7 @@ class MessageLogprobs:
         for position, token in enumerate(logits, len(self._kept)):
             begin = self._num_chars
             self._num_chars += len(self._text.append((token.token_id,))[0])
-            # A token with only a part of a character adds no text yet. Its place is that of the next character.
+            # A token with only a part of a character adds no text yet. It gets the position of the next character.
             self._waiting.append((begin, max(self._num_chars, begin + 1), position))
         self._kept.extend(logits)
 

@@ -39,7 +39,7 @@ The server and its nodes must first have read their weights. A longer wait would
 must arrive within ``MESSAGE_TIMEOUT_S``.
 """
 _POLLS_PER_GB = 40
-"""Further polls of an export for each GB of weights. Server and nodes need about a second each to read a GB."""
+"""Additional polls of an export for each GB of weights. The server and each node need about a second to read a GB."""
 
 
 async def _list_sessions(state: ServerState, request: Request) -> Response:
@@ -122,7 +122,7 @@ class _SessionFile:
     the KV cache in use.
 
     If the agents are lost, the response ends without its last chunk. So the client sees that the file is incomplete.
-    If the client closes the connection, the export ends at once, so that another one may begin.
+    If the client closes the connection, the export ends immediately, so that another one may begin.
     """
 
     def __init__(self, state: ServerState, pieces: AsyncIterator[bytes], session: Session) -> None:
@@ -208,7 +208,7 @@ def _tiers_of(state: ServerState) -> tuple[KvTiers, BlockTransfers]:
 
 
 async def _identity(tiers: KvTiers, polls_per_gb: int = 0) -> BlockIdentity:
-    """Returns the facts that determine the values in the blocks: model, weights and kernels.
+    """Returns the identity of the model's blocks: the model, weights and kernels that determine the values in them.
 
     Waits until the server has read its weights. If all agents are on nodes, also waits until a node has compared its
     weights with the server's. Raises UnavailableError if this takes too long, or if the weights on disk have changed.
