@@ -29,7 +29,7 @@ class AdapterSender:
         self._num_agents = num_agents
         self._send = send
         self._loading: dict[int, _Loading] = {}
-        """The adapters that not all agents have loaded, by the number of the message."""
+        """The adapters that at least one agent still has to load, by the number of the message that loads them."""
 
     def load(self, message: AdapterLoad, memory: AdapterMemory) -> None:
         """Asks the node to load an adapter into a slot of its agents. ``memory`` contains the adapter."""

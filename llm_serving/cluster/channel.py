@@ -20,7 +20,7 @@ MAX_UNSENT_FRAMES = 4096
 
 
 class UnreadFramesError(ConnectionError):
-    """The peer reads so slowly that a frame was not kept. The connection itself is not broken."""
+    """A frame was dropped, because the peer reads too slowly. The connection itself is not broken."""
 
 
 class SecureChannel:

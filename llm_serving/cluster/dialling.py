@@ -52,7 +52,7 @@ def read_listen_address(text: str) -> Address:
 
 
 def connect_for_blocks(address: tuple[str, int], context: ssl.SSLContext) -> ssl.SSLSocket:
-    """Opens a connection to a node that carries KV blocks, and is not a link. Waits at most a few seconds.
+    """Opens a connection to a node for KV blocks. The connection is not a link. Waits at most a few seconds.
 
     ``context`` has the TLS settings, with the protocol name (ALPN) for this kind of data. Raises OSError.
     """

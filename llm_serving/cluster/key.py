@@ -18,7 +18,7 @@ from llm_serving.errors import ConfigError
 
 MAX_KEY_BYTES = 64 * 1024
 BLOCKS_PROTOCOL = "llm-serving-blocks"
-"""Protocol name (ALPN) in the TLS handshake of a node that connects to send blocks. A server sends no protocol name."""
+"""Protocol name (ALPN) in the TLS handshake of a node that connects to send blocks. A link has no protocol name."""
 HOST_BLOCKS_PROTOCOL = "llm-serving-host-blocks"
 """Protocol name of a server that connects to read and write the host blocks of KV tiers."""
 EXCHANGE_PROTOCOL = "llm-serving-exchange"
@@ -32,10 +32,10 @@ class ClusterKey:
     def __init__(self, path: str) -> None:
         _check_file(path)
         self.server = _context(path, ssl.PROTOCOL_TLS_SERVER)
-        """TLS settings of the end that accepts connections: ``agent_host``."""
+        """TLS settings of a node (``agent_host``), which accepts connections."""
         self.server.set_alpn_protocols([BLOCKS_PROTOCOL, HOST_BLOCKS_PROTOCOL, EXCHANGE_PROTOCOL])
         self.client = _context(path, ssl.PROTOCOL_TLS_CLIENT)
-        """TLS settings of the end that connects: the server."""
+        """TLS settings of a server that connects to a node for a link."""
         self.blocks = _context(path, ssl.PROTOCOL_TLS_CLIENT)
         """TLS settings of a node that connects to another node to send blocks."""
         self.blocks.set_alpn_protocols([BLOCKS_PROTOCOL])

@@ -6,7 +6,7 @@ messages of its own, about the node and about all its agents together:
     server                                node (agent_host)
       |--- Hello ------------------------>|   version and code of the server
       | <--------------- Welcome | Refused|
-      |--- Start ------------------------>|   the config, facts about the model's files, and the node's share of a group
+      |--- Start ------------------------>|   the config, the digests of model files, and the node's share of a group
       | <------------------------ ClusterAt|   only from the first node of a group that spans several nodes; the server
       |                                   |   then starts the agents of its other nodes
       | <------------- Refused | Progress |
@@ -71,7 +71,7 @@ class LinkMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
 
 
 class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The facts that must be equal at both ends of a link."""
+    """The versions of a program and the digest of its code. They must be equal at both ends of a link."""
 
     version: ShortText
     """Version of the package."""
@@ -162,7 +162,9 @@ class ClusterAt(LinkMessage, frozen=True, tag="cluster_at"):
 
 
 class Progress(LinkMessage, frozen=True, tag="progress"):
-    """Node to server during the start: agent number ``member`` has completed ``done`` of ``total`` units of a stage."""
+    """Node to server during the start: agent number ``member`` has completed ``done`` of ``total`` units of work of a
+    stage.
+    """
 
     member: UInt
     stage: ShortText
@@ -176,7 +178,8 @@ class GroupReady(LinkMessage, frozen=True, tag="group_ready"):
     summaries: Annotated[list[dict[str, str | int | float]], msgspec.Meta(max_length=256)]
     pids: Annotated[list[UInt], msgspec.Meta(max_length=256)]
     secret: Annotated[bytes, msgspec.Meta(max_length=SECRET_BYTES)] = b""
-    """The secret that nodes must know to send handed blocks to this node. Empty if the node has no hand-over pools."""
+    """The secret that other nodes must know to send KV blocks to this node. Empty if the node has no hand-over pools.
+    """
     pool_secret: Annotated[bytes, msgspec.Meta(max_length=SECRET_BYTES)] = b""
     """The secret that the server must know to use the host blocks of this node. Empty without KV tiers."""
 
@@ -281,7 +284,7 @@ _SERVER_DECODER = msgspec.msgpack.Decoder(ToServer)
 
 
 class Carried(msgspec.Struct, frozen=True):
-    """A message between the server and an agent that a link has carried. ``payload`` is the encoded message."""
+    """A message that a link has carried between the server and an agent. ``payload`` is the encoded message."""
 
     member: int
     payload: memoryview

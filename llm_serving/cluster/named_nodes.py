@@ -14,7 +14,7 @@ from llm_serving.cluster.dialling import Address
 from llm_serving.cluster.nodes import NodeError, NodePool, NodeState
 
 PREFIX = "dns:"
-"""Prefix of an entry of ``parallel_config.nodes`` that is a DNS name and stands for all its addresses."""
+"""Prefix of a DNS name in ``parallel_config.nodes``. The name stands for all its addresses."""
 LOOK_S = 2.0
 """Seconds between two DNS look-ups."""
 _UNUSED = (NodeState.CONNECTING, NodeState.DOWN, NodeState.REFUSED, NodeState.FREE, NodeState.DRAINED)

@@ -30,7 +30,7 @@ attempt.
 FAILURES_OF_A_LOSS = 2
 """Number of consecutive failed attempts to connect after which ``NodePool.on_loss`` is called."""
 REFUSED_RETRY_S = 10.0
-"""Seconds until the server tries a node again that it refused, because the node has another program or model."""
+"""Seconds until the server tries a refused node again. The server refuses a node with another program or model."""
 
 
 class NodeState(enum.Enum):
@@ -48,7 +48,8 @@ class NodeState(enum.Enum):
     DOWN = "down"
     """State of a node that the server cannot reach."""
     REFUSED = "refused"
-    """State of a node that has another program, model or arithmetic than the server."""
+    """State of a node whose program, model files or kernels differ from those of the server or of the first ready node.
+    """
 
 
 class NodeError(RequestError):
@@ -85,7 +86,7 @@ class Node:
         """Number of times that the link or the agents were lost."""
 
     def describe(self) -> dict[str, object]:
-        """Returns the facts about the node for ``GET /v1/cluster``."""
+        """Returns name, address, state and other fields of the node for ``GET /v1/cluster``."""
         facts: dict[str, object] = {"name": self.name, "address": str(self.address), "state": self.state.value}
         facts |= {"replica": self.replica, "losses": self.num_losses, "reason": self.reason}
         if self.welcome is not None:
@@ -120,7 +121,7 @@ class NodePool:
         self._wakers.append(wake)
 
     def no_change(self, wake: Callable[[], None]) -> None:
-        """Removes ``wake`` from the functions that are called."""
+        """Ends the registration of ``wake`` by ``on_change``."""
         self._wakers.remove(wake)
 
     def log_to(self, log: NodeLog) -> None:
@@ -250,7 +251,7 @@ class NodePool:
         )
 
     def status(self) -> list[dict[str, object]]:
-        """Returns the facts about each node, for ``GET /v1/cluster``."""
+        """Returns the fields of ``Node.describe`` for each node."""
         with self._changed:
             return [node.describe() for node in self._nodes.values()]
 

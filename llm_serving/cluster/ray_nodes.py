@@ -32,7 +32,7 @@ def check_ray() -> None:
 
 
 def placement_of(config: Config, agent_module: str = "agent") -> Placement:
-    """Returns the message to the Ray driver that describes the nodes of a config."""
+    """Returns the message to the Ray driver with the nodes that a config needs."""
     parallel = config.parallel_config
     resources = {"CPU": float(parallel.ray_cpus)}
     if config.device == "Ascend":

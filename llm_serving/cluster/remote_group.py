@@ -70,7 +70,8 @@ def new_slots(config: Config) -> list[StepSlot]:
 
 
 class RemoteGroup:
-    """A ``Group`` of agents on a node. It owns the node's link until its end, and then returns the node to the pool.
+    """A ``Group`` of agents on a node. The group owns the node's link. When the group ends, the node returns to the
+    pool.
 
     ``model`` describes the files of the model, as ``program.model_files`` returns them. ``tiles`` is the server's
     memory with the tiles of images, or None. If ``part`` is given, this object is a part of a ``SpanningGroup``, which
@@ -106,7 +107,7 @@ class RemoteGroup:
         self.started_at = time.monotonic()
         self.is_ready = self._is_closed = False
         self.is_quiet = False
-        """True if the agents have steps, but only wait for agents on other nodes, or hang."""
+        """True if the agents have steps, but hang or only wait for agents on other nodes."""
         self._unanswered: dict[int, int] = {}
         """For each step slot in use: the number of agents that have not replied to its step yet."""
         self._answering = answering - ranks.start if self.answers else 0
@@ -120,7 +121,9 @@ class RemoteGroup:
         """The reason why the node does not serve this model, or an empty text."""
         self._problem = ""
         self._broken = ""
-        """A failure to send, which reads from the link do not notice. ``look`` reports it. Empty without a failure."""
+        """The error of a failed send. Reads from the link do not notice it, so ``look`` reports it. Empty without an
+        error.
+        """
         self.slots = new_slots(config) if part is None else part.slots
         self._contents = [SlotContents(slot) for slot in self.slots]
         self._selector = selectors.DefaultSelector()

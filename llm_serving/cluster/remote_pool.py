@@ -79,7 +79,8 @@ class RemotePool:
     def __init__(
         self, node: str, layouts: Sequence[HostPoolLayout], connect: Callable[[], socket.socket], secret: bytes
     ) -> None:
-        """``layouts`` has the sizes of each agent's host blocks, in order of rank. ``node`` is its name in error texts.
+        """``layouts`` has the sizes of each agent's host blocks, in order of rank. ``node`` is the node's name in error
+        texts.
 
         ``connect`` returns a connection to the node and raises OSError. This object then owns the connection.
         """
@@ -103,8 +104,8 @@ class RemotePool:
         self._closed = threading.Event()
 
     def read(self, blocks: Sequence[int]) -> list[bytes]:
-        """Returns the contents of host blocks, in order. If the node cannot be reached any more, returns those that
-        have arrived. Returns an empty list if the node has other weights.
+        """Returns the contents of host blocks, in order. If the node cannot be reached any more, returns the contents
+        that have arrived. Returns an empty list if the node has other weights.
         """
         contents: list[bytes] = []
         for start in range(0, len(blocks), self.blocks_at_once):
@@ -311,5 +312,5 @@ def _check_block(reply: bytes | memoryview, block: int) -> None:
 
 
 def describe_layouts(layouts: Sequence[HostPoolLayout]) -> bytes:
-    """Returns the facts about host blocks that the server and the node must agree on."""
+    """Returns the numbers and sizes of host blocks as bytes. They must be equal at the server and the node."""
     return b"".join(struct.pack("<QQQ", each.num_arrays, each.num_blocks, each.part_bytes) for each in layouts)

@@ -70,7 +70,7 @@ class RemoteStarter:
         )
 
     def _take_nodes(self) -> list[Node]:
-        """Takes free nodes with enough memory for the agents from the pool. Nodes with too little memory are marked as
+        """Takes free nodes from the pool that have enough memory for the agents. Marks nodes with too little memory as
         refused. Returns an empty list if too few nodes are left.
         """
         while nodes := self.pool.take(self._replica, self._config.parallel_config.nodes_per_replica):

@@ -26,7 +26,7 @@ from llm_serving.ipc.host_pool import HostPool
 from llm_serving.ipc.messages import ServerMessage
 
 _LONGEST_LOOK_S = 1.0
-"""Maximum seconds that count between two calls of ``SpanningGroup.look``. They are usually at most 0.5 s apart."""
+"""Maximum seconds between two calls of ``SpanningGroup.look`` that count as quiet time. Usually at most 0.5 s pass."""
 
 
 class SpanningGroup:

@@ -38,7 +38,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """The facts about a draft model, which guesses the next tokens of the model's sequences."""
+    """Describes a draft model, which guesses the next tokens of the model's sequences."""
 
     path: str | None
     """Absolute path of its Hugging Face folder or GGUF file. None for an MTP layer of a model without files."""
@@ -59,7 +59,7 @@ def read_draft_model(raw: RawConfig, path: Path, shape: ModelShape, *, has_weigh
     """Returns the draft model in ``path`` for a model with the sizes ``shape``.
 
     ``has_weights`` is False if all weights are random (``model_config.load_format: dummy``). Raises ConfigError if the
-    draft model does not fit the model. Raises CheckpointError about its files.
+    draft model does not fit the model. Raises CheckpointError if its files cannot be used.
     """
     draft = ModelShape.from_path(path)
     _check_vocabulary(raw, path, draft, shape)

@@ -21,8 +21,8 @@ _METHOD, _MODEL = "speculative_config.method", "speculative_config.model"
 _ARCHITECTURE = "LlamaForCausalLM"
 """Name of the architecture of an EAGLE-3 head, for models of every family: its layer is a Llama layer."""
 _LEAST_LAYERS = 4
-"""Minimum number of layers of a model with an EAGLE-3 head. ``_eagle_layers`` names layers from whose outputs the head
-makes drafts. With fewer layers, the last of them would not exist.
+"""Minimum number of layers of a model with an EAGLE-3 head. With fewer layers, one of the three numbers of
+``_eagle_layers`` would be below 1, which is no layer.
 """
 _UNSUPPORTED_FLAGS = ("norm_before_residual", "tie_word_embeddings", "bias", "mlp_bias")
 _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -32,7 +32,7 @@ def read_eagle_head(raw: RawConfig, path: Path, shape: ModelShape, *, has_weight
     """Returns the EAGLE-3 head in the folder ``path`` for a model with the sizes ``shape``.
 
     ``has_weights`` is False if all weights are random. Raises ConfigError if the head does not fit the model. Raises
-    CheckpointError about its files.
+    CheckpointError if its files cannot be used.
     """
     _check_target(raw, shape, EAGLE)
     if not path.is_dir():
@@ -98,7 +98,7 @@ def _check_sizes(fields: TypedFields, shape: ModelShape) -> None:
 
 
 def _eagle_layers(shape: ModelShape) -> tuple[int, int, int]:
-    """Returns the three numbers of layers after which an EAGLE-3 head reads a hidden state of the model."""
+    """Returns the numbers of the three layers after which an EAGLE-3 head reads a hidden state of the model."""
     return 2, shape.num_layers // 2, shape.num_layers - 3
 
 

@@ -27,8 +27,8 @@ def load_config(path_or_name: str, overrides: Sequence[str] = (), *, ascend: boo
     """Reads a configuration file and returns its checked ``Config``.
 
     ``path_or_name`` is a path, or a name that is searched under ``configs/``. Each override is ``section.key=value``.
-    ``ascend`` states whether the machine has an Ascend; None detects it. Raises ConfigError, or CheckpointError about
-    the model folder, with file, key and value.
+    ``ascend`` states whether the machine has an Ascend; None detects it. Raises ConfigError with file, key and value.
+    Raises CheckpointError if the model folder cannot be used.
     """
     file = find_config_file(path_or_name)
     raw = _raw_config(file, read_yaml_mapping(file), overrides)
@@ -58,7 +58,7 @@ def parse_override(text: str) -> tuple[str, str, object]:
         raise ConfigError(f"{OVERRIDE} {text!r}: must be section.key=value, as in pa_config.num_blocks=2048")
     if len(text) > MAX_OVERRIDE_CHARACTERS:
         raise ConfigError(f"{OVERRIDE} {path}: has more than {MAX_OVERRIDE_CHARACTERS} characters")
-    if section not in SECTIONS:  # ``SECTIONS`` has no published sections without effect, so they cannot be overridden
+    if section not in SECTIONS:  # ``SECTIONS`` lacks the sections without effect, so these cannot be overridden
         raise ConfigError(f"{OVERRIDE} {text!r}: unknown section {section!r}{nearest(section, list(SECTIONS))}")
     hints = type_hints(SECTIONS[section])
     if key not in hints:

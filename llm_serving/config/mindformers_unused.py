@@ -28,8 +28,8 @@ _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "tex
 class _Unused:
     """One setting of a MindFormers YAML that has no effect.
 
-    ``kinds`` are the accepted types, and ``reason`` states why the setting has no effect. ``neutral`` is the value with
-    which the setting would ask for what this server does anyway. A setting with this value is not reported.
+    ``kinds`` are the accepted types, and ``reason`` states why the setting has no effect. ``neutral`` is the value that
+    describes what this server does anyway. A setting with this value is not reported.
     """
 
     kinds: tuple[type, ...]
@@ -128,8 +128,8 @@ def _of_section(
     """Returns the settings without effect in one section, whose full names begin with ``prefix``.
 
     ``known`` is the section's table of settings without effect. ``read`` names the settings with an effect. ``unknown``
-    is the reason to report for settings that are neither in ``known`` nor in ``read``. If it is empty, they are not
-    reported.
+    is the reason to report for settings that are neither in ``known`` nor in ``read``. If ``unknown`` is empty, these
+    settings are not reported.
     """
     found = []
     for key in fields.keys():  # noqa: SIM118  (not a dict)

@@ -1,4 +1,4 @@
-"""Checks of the settings for Mooncake as the transport of handed blocks."""
+"""Checks of the settings for Mooncake, which can carry KV blocks between nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llm_serving.config.source import RawConfig
 
 
 def check_mooncake(raw: RawConfig, config: Config) -> None:
-    """Checks that Mooncake has blocks to send, and that the operator knows that it does not protect them."""
+    """Checks that nodes hand over blocks, and that the operator has accepted Mooncake's missing protection."""
     parallel, default = config.parallel_config, ParallelConfig()
     if parallel.hand_over_transport != MOONCAKE:
         for name in ("mooncake_protocol", "mooncake_device", "mooncake_unprotected"):

@@ -128,7 +128,7 @@ class Resolver:
         self._notes = list(notes)
 
     def config(self) -> Config:
-        """Returns the config. Raises ConfigError, or CheckpointError about the model folder."""
+        """Returns the config. Raises ConfigError, or CheckpointError if the model folder cannot be used."""
         mindformers_path = self._find("model_config.model_cfg_path", self._model.model_cfg_path)
         mindformers = read_mindformers_yaml(mindformers_path) if mindformers_path else None
         folder = self._folder(mindformers)
@@ -224,7 +224,7 @@ class Resolver:
         if stated in (FROM_MODEL, NO_DEFAULTS):
             return str(stated)
         if self._folder_is_overridden and not self._raw.is_overridden(key):
-            return FROM_MODEL  # the file of the YAML belongs to the model of the YAML
+            return FROM_MODEL  # the YAML names a file for its own model, which is not used
         path = self._find(key, stated) if stated.endswith(".json") else None
         if path is None:
             raise self._raw.error(key, stated, f"must be {FROM_MODEL}, {NO_DEFAULTS} or the path of a JSON file")
@@ -233,8 +233,8 @@ class Resolver:
     def _batch_waiting_time(self) -> float:
         """Returns how many seconds a prompt waits for other prompts, to share a step with them.
 
-        The result is the configured time if it is above 0. Otherwise it is 0, or the time of the quiet power mode in
-        this mode.
+        The result is the configured time if it is above 0. Otherwise it is the time of the power mode ``quiet``, or 0
+        in other modes.
         """
         power: PowerConfig = self._sections["power"]
         if power.mode != "quiet" or self._model.batch_waiting_time:
@@ -332,7 +332,7 @@ class Resolver:
 
     def _device(self, context: MindSporeContext, mindformers: MindFormersFile | None) -> tuple[str, str]:
         wanted = self._model.device_target or context.device_target or "auto"
-        is_remote = self._sections["parallel_config"].is_remote  # the nodes may have what this machine lacks
+        is_remote = self._sections["parallel_config"].is_remote  # nodes may have an Ascend that this machine lacks
         if wanted == "Ascend" and not self._ascend and not is_remote:
             problem = "there is no Ascend here (no /dev/davinci* or no CANN in the environment); use auto or CPU"
             raise self._raw.error("model_config.device_target", wanted, problem)

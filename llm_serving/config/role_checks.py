@@ -36,7 +36,7 @@ def check_roles(raw: RawConfig, config: Config) -> None:
 
 
 def _head_fits(config: Config) -> bool:
-    """Returns True if there is no head, or if its arrays of the KV cache have blocks of the same size as the model's.
+    """Returns True without a draft head, or if blocks of the head's cache arrays are as large as those of the model's.
 
     A block of the hand-over pool has parts of one size, one for each array (``HandOverLayout``). A layer with latent
     attention has one array, and other layers have two. So layers of equal size may have arrays of different sizes.

@@ -1,4 +1,4 @@
-"""Functions that declare the keys of the configuration. Each key is a dataclass field with meaning, unit and limits.
+"""Declares the keys of the configuration. Each key is a dataclass field with meaning, unit and limits.
 
 The loader checks values against these fields. ``docs/configuration.md`` and ``--help`` are generated from them.
 """

@@ -192,7 +192,7 @@ class TelemetryConfig:
 
 @dataclass(frozen=True, slots=True)
 class PowerConfig:
-    """Energy, see `docs/power.md`."""
+    """The server's use of energy, see `docs/power.md`."""
 
     mode: str = own(
         "normal",

@@ -18,7 +18,7 @@ from llm_serving.config.serving_section import ServingConfig
 from llm_serving.config.source import RawConfig
 
 STOP_S = 10.0
-"""Seconds that the server and its agents have to end after ``drain_timeout_s``."""
+"""Minimum seconds between ``drain_timeout_s`` and ``kill_after_s``. The server and its agents end in this time."""
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", re.IGNORECASE)
 
 

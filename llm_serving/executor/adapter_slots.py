@@ -34,8 +34,8 @@ class _Loading:
 class AdapterSlots:
     """The adapters that the agents of a group have, and the adapter that they are loading.
 
-    Agents that have just become ready must first load all adapters, with the messages that ``again`` returns. Before
-    they have loaded them, no step may name an adapter slot, and ``load`` must not be called.
+    Agents that have just become ready must first load all adapters, with the messages that ``again`` returns. Until the
+    agents have loaded all of these, no step may name an adapter slot, and ``load`` must not be called.
     """
 
     def __init__(self, num_agents: int) -> None:
@@ -72,7 +72,8 @@ class AdapterSlots:
         self._restored.discard(slot)
 
     def drop(self, slot: int) -> None:
-        """Forgets the adapter of a slot, so that restarted agents do not load it. If it is being loaded, gives it up.
+        """Forgets the adapter of a slot, so that restarted agents do not load it. Replies about this adapter then have
+        no effect.
         """
         self._resident.pop(slot, None)
         self._restored.discard(slot)
@@ -82,8 +83,8 @@ class AdapterSlots:
     def due(self, in_flight: Iterable[int]) -> list[Sent]:
         """Returns the message that lets the agents load the adapter of the last ``load``, if it must be sent now.
 
-        The message must be sent when all steps have ended that were in flight at ``load``. It is returned once. In all
-        other cases, the result is empty.
+        The message must be sent when all steps have ended that were in flight at ``load``. Each message is returned
+        once. In all other cases, the result is empty.
         """
         loading = self._loading
         if loading is None or self._unanswered:

@@ -129,8 +129,8 @@ class AgentProgram:
 
 
 class ModuleProcess:
-    """A process that runs ``python -m MODULE``. It inherits a pipe and should end when the server closes the pipe or
-    ends.
+    """A process that runs ``python -m MODULE``. It inherits a pipe, and should end when the server's end of the pipe is
+    closed.
 
     ``pipe_option`` is the option that gives the process the number of the pipe's descriptor. The output of the process
     goes to the file ``log_path``. ``rotation`` limits its size. ``environment`` extends the server's environment.

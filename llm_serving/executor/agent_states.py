@@ -70,10 +70,10 @@ class Restarts:
 
 
 class AgentStates:
-    """Collects the facts about a replica's agents for status pages: process, state, restarts and steps.
+    """Collects the status of a replica's agents for status pages: process, state, restarts and steps.
 
-    Some facts are known here. For the others, the executor asks the agents, and passes their replies to ``add``. Any
-    thread may call ``describe``.
+    The server knows some of these values. For the others, the executor asks the agents, and passes their replies to
+    ``add``. Any thread may call ``describe``.
 
     ``addresses``: the address of each agent on this machine, in order of rank. It is empty if the agents are on other
     machines. The ``members`` that methods take are the agents of the running group.
@@ -117,7 +117,7 @@ class AgentStates:
         return AgentStatus(agents)
 
     def describe(self, members: Sequence[Member]) -> list[dict[str, object]]:
-        """Returns the facts about each agent for status pages: rank, pid, state, restarts and others."""
+        """Returns rank, pid, state, restarts and other values of each agent, for status pages."""
         by_rank = {member.rank: member for member in members}
         return [self._describe(rank, by_rank.get(rank)) for rank in self._ranks]
 

@@ -31,7 +31,7 @@ class AgentReady:
     """
 
     summary: Mapping[str, object] = field(default_factory=dict)
-    """Facts for the log: device, op table, bytes of weights and KV cache, seconds per stage."""
+    """Values for the log: device, op table, bytes of weights and KV cache, seconds of each stage of the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +156,7 @@ class Executor(Protocol):
         """
 
     def poll(self, timeout_s: float | None) -> list[ExecutorEvent]:
-        """Returns the next events in order. If there are none, waits up to ``timeout_s``, or without limit if it is
-        None.
+        """Returns the next events in order. If there are none, waits up to ``timeout_s``. None means no limit.
 
         The result is empty after the timeout or a ``wake``.
         """
@@ -177,8 +176,7 @@ class Executor(Protocol):
         """Makes the present or the next ``poll`` return immediately. Any thread may call this method."""
 
     def agents(self) -> list[dict[str, object]]:
-        """Returns the facts about each agent: rank, pid, state, restarts and others. Any thread may call this method.
-        """
+        """Returns rank, pid, state, restarts and other values of each agent. Any thread may call this method."""
 
 
 Poll = Callable[[float | None], list[tuple[int, ExecutorEvent]]]

@@ -39,7 +39,8 @@ class Member(Protocol):
 
     @property
     def summary(self) -> Mapping[str, str | int | float]:
-        """Facts for logs and status pages. Empty until the agent is ready."""
+        """The ``summary`` of the agent's message ``Ready``, for logs and status pages. Empty until the agent is ready.
+        """
 
     @property
     def pid(self) -> int | None:
@@ -71,7 +72,7 @@ class Group(Protocol):
 
     @property
     def summary(self) -> dict[str, object]:
-        """Facts for the log, from the agent that samples."""
+        """Values for the log: the summary of the agent that samples, and values of the group."""
 
     @property
     def slots(self) -> Sequence[StepSlot]:

@@ -107,7 +107,7 @@ class _LearntReach:
 
 
 class OtherWork:
-    """Tracks other work of agents than steps: making profiles, loading adapters, and compiling a graph again.
+    """Tracks the work of agents other than steps: making profiles, loading adapters, and compiling a graph again.
 
     A step may then take much longer than predicted.
     """
@@ -126,7 +126,7 @@ class OtherWork:
         return self._num_open > 0 or self._is_profiling or self._is_compiling
 
     def sent(self, message: ServerMessage) -> None:
-        """Records a message to all agents that announces no step."""
+        """Records a message to all agents, unless it announces a step."""
         if isinstance(message, messages.AdapterLoad | messages.ProfileStart | messages.ProfileStop):
             self._num_open += self._num_agents
         if isinstance(message, messages.ProfileStart):

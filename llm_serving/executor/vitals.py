@@ -1,8 +1,8 @@
 """Finds agents that will never complete their step: their process is stopped, all of their threads sleep, or a thread
 computes without end.
 
-An agent also works while one of its child processes does. MindSpore analyses a profile in child processes, and all
-threads of the agent sleep meanwhile.
+An agent also counts as working while one of its child processes works. MindSpore analyses a profile in child processes,
+and all threads of the agent sleep meanwhile.
 
 This module reads the states and the processor times of threads from the kernel. A timeout by the clock would not work,
 because a step can take many times its usual time on a busy machine. The step's thread is then ready to run
@@ -216,7 +216,7 @@ def _descendants(pids: Sequence[int]) -> list[int]:
             children.setdefault(parent, []).append(int(name))
     found, parents = [], list(pids)
     while parents:
-        of_one = children.pop(parents.pop(), [])  # pop: reused process ids may look like a cycle
+        of_one = children.pop(parents.pop(), [])  # ``pop``: ends the loop if reused process ids form a cycle
         found += of_one
         parents += of_one
     return found

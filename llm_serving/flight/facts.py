@@ -43,9 +43,7 @@ _SAMPLING_VALUES = attrgetter(*(name for name, _ in _SAMPLING_DEFAULTS))
 
 
 def request_facts(request: Request) -> dict[str, Any]:
-    """Returns the facts that a recording keeps about a new request, as a map.
-
-    Default values and tokens are left out.
+    """Returns the values that a recording keeps about a new request, as a map. Default values and tokens are left out.
     """
     sampling = request.sampling
     facts: dict[str, Any] = {

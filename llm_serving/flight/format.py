@@ -116,7 +116,7 @@ class Tag(enum.IntEnum):
 class SegmentHeader:
     """The header of a segment.
 
-    Every segment repeats the facts about the run, so that it can be read without other segments.
+    Every segment repeats the values that belong to the whole run, so that it can be read without other segments.
     """
 
     run: str

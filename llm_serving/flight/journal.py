@@ -56,8 +56,8 @@ class Journal:
         self._sent: dict[int, ScheduledStep] = {}
         """The steps in flight, by number.
 
-        The steps of a run of undisturbed decoding are equal for this class. So the journal stores only the latest step
-        of the run, under the number of each of its steps that are in flight.
+        For the journal, all steps of a run of undisturbed decoding are equal. So the run's latest step stands for each
+        of its steps in flight.
         """
         self._steps = StepWriter()
         self.decode_log = DecodeLog(self._scheduler.counts, _MAX_ITERATIONS)

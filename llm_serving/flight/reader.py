@@ -65,8 +65,8 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A recorded call of ``Scheduler.store_blocks``, which replies to the blocks that the scheduler offered to the KV
-    tiers. ``hosts`` has the host block to which each offered block is copied, or -1 if it is not copied.
+    """A recorded call of ``Scheduler.store_blocks``, which states where the KV tiers store the blocks that the
+    scheduler offered. ``hosts`` has the host block for each offered block, or -1 if the block is not copied.
     """
 
     now: float

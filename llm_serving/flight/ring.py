@@ -15,7 +15,7 @@ SEGMENTS_PER_RING = 8
 class SegmentRing:
     """Appends frames to segments in ``folder``, which together have at most ``max_bytes`` bytes.
 
-    Segments of earlier server runs count as well and are deleted first. Each call passes its frames to the operating
+    Segments of earlier server runs also count, and are deleted first. Each call passes its frames to the operating
     system, so the frames reach the file even if the process is killed. No call waits for the disk. The methods raise
     OSError, for example on a full disk.
     """

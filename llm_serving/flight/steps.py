@@ -10,9 +10,9 @@ it is ``[numbers, rows, query_lens?, do_sample?]``. In this list, ``query_lens``
 ``sample_positions`` is None if each sequence samples the position after its position in the base. ``blocks`` has
 ``[index, place, ids]`` for each block table that has changed since its last record. ``index`` is the sequence, and
 ``ids`` are the table's entries from index ``place`` on. ``moves`` has ``[kind, source, destination]`` for each copy of
-a block. ``restarts`` lists the indices of the sequences that are new on their batch row. ``histories`` lists those of
-the sequences whose known tokens the step sends to the agent. ``StepWriter`` and ``StepReader`` remember the same
-earlier steps, so the reader restores the whole step.
+a block. ``restarts`` lists the indices of the sequences that are new on their batch row. ``histories`` lists the
+indices of the sequences whose known tokens the step sends to the agent. ``StepWriter`` and ``StepReader`` remember the
+same earlier steps, so the reader restores the whole step.
 
 A run of consecutive steps of one batch is a single record: ``[seq of the first step, kind, growths, reason]``. A growth
 is ``[index of the step in the run, index, place, ids]`` and replaces an entry of the step's ``blocks``.

@@ -33,7 +33,7 @@ class SpanPhase(enum.IntEnum):
     PREEMPTED = 4
     SWAPPED = 5
     RESTARTED = 6
-    """The request waits after its agent failed, which lost the computed tokens."""
+    """The request waits, because its agent failed and the computed tokens were lost."""
 
 
 @dataclass(frozen=True, slots=True)

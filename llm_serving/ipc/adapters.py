@@ -61,7 +61,7 @@ class AdapterMemory(NamedSegment):
         """
         sizes = [(each[2].nbytes, each[3].nbytes) for each in modules]
         # The index, a list of ``AdapterModule``, comes before the matrices and contains their offsets. These offsets
-        # depend on the size of the index. So the space before the matrices is that of an index with very large offsets.
+        # depend on the size of the index. So the space for the index is computed with very large offsets.
         room = len(msgspec.msgpack.encode(_index(modules, 1 << 40, sizes)))
         start = aligned(_LENGTH_BYTES + room)
         index = _index(modules, start, sizes)

@@ -40,7 +40,7 @@ class HandOverLayout:
         """Returns the layout for the agent ``rank`` of a replica. None if replicas have no roles.
 
         ``config`` describes the whole model, not only the agent's part. The arrays of a head (``Config.draft``) follow
-        those of the model. A draft model has no arrays here, because it computes handed prompts again.
+        those of the model. A draft model has no arrays here, because it computes prompts again after a hand-over.
         """
         if not config.num_hand_over_blocks:
             return None

@@ -1,9 +1,9 @@
 """The host blocks of one agent in shared memory. The agent copies blocks between them and its KV cache, and the server
 moves them to KV tiers.
 
-The KV cache is a list of arrays, each with the keys or the values of a layer. The memory has one array for each of
-them, with these keys or values of all host blocks. Each array begins at a page. Without KV tiers, the host blocks are
-the agent's own memory, and this module is not used.
+The KV cache is a list of arrays, each with the keys or the values of a layer. For each of these arrays, the memory has
+an array with the same keys or values of all host blocks. Each array begins at a page. Without KV tiers, the host blocks
+are the agent's own memory, and this module is not used.
 """
 
 from __future__ import annotations

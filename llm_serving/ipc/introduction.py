@@ -1,6 +1,6 @@
 """The first messages of a connection between machines, through which one process sends blocks or other data to another.
 
-The sender proves that it knows a secret, and states facts about its memory, such as sizes.
+The sender proves that it knows a secret, and describes its memory (``facts``), for example by sizes.
 
     receiver                              sender
        |---- magic, nonce ------------------->|

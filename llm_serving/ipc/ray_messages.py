@@ -71,7 +71,7 @@ def encode(message: RayMessage) -> bytes:
 
 
 def read_at_driver(payload: bytes) -> ToDriver:
-    """Returns a message of the server. Raises ProtocolError."""
+    """Returns a message of the server. Raises ProtocolError for an unknown message."""
     try:
         message: ToDriver = _DRIVER_DECODER.decode(payload)
         return message
@@ -80,7 +80,7 @@ def read_at_driver(payload: bytes) -> ToDriver:
 
 
 def read_at_server(payload: bytes) -> ToServer:
-    """Returns a message of the driver. Raises ProtocolError."""
+    """Returns a message of the driver. Raises ProtocolError for an unknown message."""
     try:
         message: ToServer = _SERVER_DECODER.decode(payload)
         return message

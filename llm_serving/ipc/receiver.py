@@ -1,4 +1,5 @@
-"""Receives messages from senders that prove a secret. The owner starts one thread for each connection."""
+"""Receives messages from senders that prove that they know a secret. The owner starts one thread for each connection.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ class Receiver(ABC):
             self._changed.wait_for(lambda: not self._links)
 
     def _accept(self, link: socket.socket, facts: bytes) -> str:
-        """Checks the facts of a sender that has proved the secret. Returns an error text, or an empty text.
+        """Checks ``facts``, the memory of a sender that knows the secret. Returns an error text, or an empty text.
 
         If the facts are right, ``link`` becomes the newest connection, and the older ones may no longer write. The
         sender gets its reply afterwards. So a sender with a reply knows that no older connection can write.
@@ -76,7 +77,7 @@ class Receiver(ABC):
 
     @abstractmethod
     def _problem_of(self, facts: bytes) -> str:
-        """Checks the facts of a sender. Returns an error text, or an empty text if they are right."""
+        """Checks ``facts``, which describe the sender's memory. Returns an error text, or an empty text."""
 
     @abstractmethod
     def _take(self, link: socket.socket) -> None:

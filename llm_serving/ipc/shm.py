@@ -78,7 +78,8 @@ class MoveKind(enum.IntEnum):
     """A copy from the device to the hand-over pool, with a header for each block. All moves of its step are of this
     kind."""
     HAND_IN = 4
-    """A copy from the hand-over pool to the device. It checks the headers. The step has only moves of this kind."""
+    """A copy from the hand-over pool to the device. The agent checks the headers. The step has only moves of this kind.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +119,8 @@ class SlotLimits:
     max_logged: int = 0
     """Maximum number of drafts of a sequence that may be wrong in one step, for a model with linear attention.
 
-    A state keeps the inputs of this number of drafts, so that it can undo wrong ones. A step may have more drafts of a
-    sequence only if those before the last ``max_logged`` are known tokens, as when a prompt is scored.
+    A state keeps the inputs of this number of drafts, so that the agent can undo wrong ones. A step may have more
+    drafts of a sequence only if all but the last ``max_logged`` are known tokens. This is so when a prompt is scored.
     """
 
     @property

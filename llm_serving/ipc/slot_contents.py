@@ -48,7 +48,7 @@ class _Parts:
     """The used parts of some arrays of a slot. Parts without bytes are left out."""
 
     key: object
-    """The sizes from which the parts follow."""
+    """The sizes of the step, which determine the used parts."""
     views: list[memoryview]
     num_bytes: int
 
@@ -116,8 +116,8 @@ class SlotContents:
     def write_results(self, contents: memoryview) -> None:
         """Writes the bytes that ``results`` returned on the other machine.
 
-        Raises ProtocolError if their number does not match the sizes in this slot's header and inputs. The server has
-        written the header and the inputs itself, so the sizes can be trusted.
+        Raises ProtocolError if the number of bytes does not match the sizes in this slot's header and inputs. The
+        server has written the header and the inputs itself, so the sizes can be trusted.
         """
         _fill(self._result_parts(), contents, f"the results of step {self._slot.seq}")
 

@@ -1,1 +1,1 @@
-"""Facts about a model: sizes, family, number formats, and its parts on several devices."""
+"""Describes a model: its sizes, family and number formats, and the parts that several devices hold."""

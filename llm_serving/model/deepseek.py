@@ -59,8 +59,8 @@ class Routing:
     Models whose router is a plain softmax over all experts do not use this class.
 
     The experts are divided into ``groups`` of equal size. Only experts of the ``chosen_groups`` best groups may be
-    chosen. The score of a group is the largest score of its experts. If ``corrected`` is True, it is the sum of the two
-    largest scores.
+    chosen. The score of a group is the largest score of its experts or, if ``corrected`` is True, the sum of the two
+    largest.
     """
 
     sigmoid: bool = False

@@ -54,7 +54,7 @@ def as_llama(fields: TypedFields, num_layers: int) -> TypedFields:
 
 
 def read_gemma(fields: TypedFields) -> Gemma:
-    """Returns Gemma's parts from the fields that ``as_llama`` made."""
+    """Reads the parts that only a Gemma has, from the fields that ``as_llama`` made."""
     return Gemma(
         local_rope_theta=fields.number("rope_local_base_freq", _LOCAL_BASE, 0.0, 1e12),
         query_scalar=fields.number("query_pre_attn_scalar", float(_HEAD_DIM), 0.0, _MAX_SCALAR),

@@ -18,7 +18,7 @@ _EXPERTS = "experts"
 
 
 def read_mxfp4(fields: TypedFields) -> None:
-    """Checks a ``quantization_config`` of MXFP4. Raises an error if it leaves out the experts."""
+    """Checks a ``quantization_config`` of MXFP4. Raises an error if it lists experts among the unquantized modules."""
     for name in fields.names("modules_to_not_convert"):
         if _EXPERTS in name.split("."):
             raise fields.fail("modules_to_not_convert", f"{name} is not supported; the experts must be {MXFP4}")

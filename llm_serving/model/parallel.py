@@ -113,7 +113,8 @@ def answering_rank(replica: int, parallel: ParallelConfig) -> int:
 
 
 def split_evenly(total: int, parts: int, index: int) -> Span:
-    """Divides ``range(total)`` into ``parts`` and returns part ``index``. The first ``total % parts`` are longer by 1.
+    """Divides ``range(total)`` into ``parts`` and returns part ``index``. The first ``total % parts`` parts are longer
+    by 1.
     """
     size, longer = divmod(total, parts)
     start = index * size + min(index, longer)

@@ -1,4 +1,4 @@
-"""Reads how a model turns hidden states into an embedding or a score, from the files of sentence-transformers.
+"""Reads the files of sentence-transformers, which state how a model turns hidden states into an embedding or a score.
 
 The files are ``modules.json``, the ``config.json`` of each module's folder and ``config_sentence_transformers.json``.
 """
@@ -82,7 +82,7 @@ class Pooling:
     """Token ids whose logits give a score: the token for no, and the token for yes. Empty for embeddings."""
 
     labels: tuple[str, ...] = ()
-    """Names of the classes of a classifier, in the order of the rows of ``score.weight``. Empty for others."""
+    """Names of the classes of a classifier, in the order of the rows of ``score.weight``. Empty for other models."""
     class_activation: str = SOFTMAX
     """``softmax``, ``sigmoid`` or ``identity``: the function that turns the logits of classes into probabilities."""
 
@@ -114,7 +114,7 @@ def has_modules(folder: Path) -> bool:
 
 
 def read_pooling(folder: Path | None, hidden_size: int, dimensions: tuple[int, ...] | None) -> Pooling:
-    """Returns the pooling of the embeddings of a model folder. Without ``modules.json``, the last hidden state is used.
+    """Returns how a model folder makes embeddings. Without ``modules.json``, the last hidden state is used.
 
     ``dimensions`` replaces the numbers of dimensions that ``config.json`` declares, unless it is None. Raises
     CheckpointError if the files are damaged or need something that this server does not have.
@@ -173,7 +173,9 @@ def read_classifier(folder: Path | None) -> Pooling:
 
 
 def _labels(values: Mapping[str, object], file: Path) -> tuple[str, ...]:
-    """Returns the names of the classes, which ``id2label`` states. A file without it has two classes."""
+    """Returns the names of the classes in ``id2label``. Without this key, there are ``num_labels`` classes, by default
+    two.
+    """
     stated = values.get("id2label")
     if stated is None:
         number = values.get("num_labels", 2)

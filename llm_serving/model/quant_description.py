@@ -1,6 +1,6 @@
 """Reads the description of a folder that msModelSlim or golden-stick quantized: the scheme of every tensor.
 
-Facts about the files are from msModelSlim (``docs/zh/user_guide/quantization_formats/ascendv1.md`` and
+The sources for the format of these files are msModelSlim (``docs/zh/user_guide/quantization_formats/ascendv1.md`` and
 ``AscendV1Saver``), vllm-ascend (``vllm_ascend/quantization``) and vllm-mindspore (``golden_stick``). To add a scheme,
 add an entry to ``_SCHEMES`` and its tensors to ``agent/weights/model_slim.py``.
 """

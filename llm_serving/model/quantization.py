@@ -213,8 +213,7 @@ def _compressed_weights(weights: TypedFields, layout: str) -> Quantization:
 
 
 def _check_activations(group: TypedFields) -> None:
-    """Raises an error unless activations are floats, or int8 with a scale for each token that is computed at run time.
-    """
+    """Raises an error unless activations are floats, or int8 with one scale per token, computed at run time."""
     if "input_activations" not in group:
         return
     activations = group.mapping("input_activations")

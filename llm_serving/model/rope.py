@@ -59,7 +59,7 @@ class RopeScaling:
 def read_rope_scaling(
     rope: TypedFields, max_position_embeddings: int, original: int | None = None
 ) -> RopeScaling | None:
-    """Returns the scaling in ``rope``, or None if there is none. Raises the error class of ``rope``.
+    """Returns the scaling in ``rope``, or None if there is none. Raises the error class of ``rope`` for a wrong value.
 
     ``rope`` is the mapping ``rope_scaling`` of ``config.json``, or the newer ``rope_parameters``. ``original`` is the
     trained context that ``config.json`` states outside of this mapping, for ``longrope``.

@@ -38,7 +38,7 @@ MAX_VOCAB_SIZE = 4 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """All facts about a model that determine shapes and arithmetic, without the weights."""
+    """Describes the sizes and the arithmetic of a model, without its weights."""
 
     architecture: str
     hidden_size: int

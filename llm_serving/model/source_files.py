@@ -1,4 +1,4 @@
-"""Describes the files of a model folder, to recognise other weights at the same path without reading all of them."""
+"""Describes the files of a model folder, so that other weights at the same path are recognised without a full read."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The vision encoder of a model that reads images, and how its images are prepared, from the files of a model folder.
+"""Reads the files of a model folder that describe its vision encoder and the preparation of images.
 
 There are two families. Idefics3 (Laurencon et al., arXiv:2408.12637) and SmolVLM (Marafioti et al., arXiv:2504.05299)
 have a SigLIP encoder (Zhai et al., arXiv:2303.15343). A connector joins neighbouring patches, and the text model is a
-Llama. Qwen2.5-VL (Bai et al., arXiv:2502.13923) has an encoder of its own (``Windows``) and a Qwen2.
+Llama. Qwen2.5-VL (Bai et al., arXiv:2502.13923) has another encoder, whose attention has windows, and a Qwen2 as text
+model.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ _CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.2757771
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """The parts of Qwen2.5-VL's encoder: windows of attention, rotary embedding in two dimensions, RMSNorm, SwiGLU."""
+    """The attention windows of Qwen2.5-VL's encoder, which also has two-dimensional rotary embedding, RMSNorm and
+    SwiGLU.
+    """
 
     size: int
     """Width and height of a window, counted in squares with edges of ``row_edge`` pixels. The encoder makes one
@@ -77,7 +80,7 @@ class VisionShape:
 
     @property
     def text_module(self) -> str:
-        """Prefix of the text model's modules in transformers, which the tensors of PEFT's adapters have, too."""
+        """Prefix of the text model's modules in transformers, and of the tensors of PEFT's adapters."""
         return "model.text_model." if self.windows is None else "model.language_model."
 
     @property
@@ -275,8 +278,8 @@ def read_qwen_vision(fields: TypedFields, vision: TypedFields, vocab_size: int, 
 
 
 def read_processing(folder: Path, shape: VisionShape, max_tile_pixels: int) -> ImageProcessing:
-    """Returns how a model folder prepares images: ``preprocessor_config.json``, or the part ``image_processor`` of
-    ``processor_config.json``, which newer folders have instead.
+    """Returns how a model's images are prepared. Reads ``preprocessor_config.json``. Newer folders have the part
+    ``image_processor`` of ``processor_config.json`` instead.
 
     If tiles have any size, ``max_tile_pixels`` limits their number of pixels. Raises CheckpointError with file, key and
     value.

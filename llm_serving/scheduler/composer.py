@@ -82,7 +82,7 @@ class StepComposer(Stateful):
         return self._send_prefill(plan, reason)
 
     def _continue_prompts(self, plan: ChunkPlan, skip: frozenset[Sequence] = frozenset()) -> None:
-        """Adds the next chunks of unfinished prompts to a plan, in order of arrival, except the sequences ``skip``."""
+        """Adds the next chunks of unfinished prompts, except those of ``skip``, to a plan in order of arrival."""
         for sequence in self._state.running.prefilling:
             if sequence in skip:
                 continue
@@ -175,7 +175,7 @@ class StepComposer(Stateful):
         return ready, num_joining
 
     def _must_wait(self, sequence: Sequence) -> bool:
-        """Returns True if a sequence must wait for its prefill, or for the step before its draft."""
+        """Returns True if a sequence must wait for its prefill or, if it has a draft, for its step in flight."""
         is_in_prefill = self._waits_for_prefill and sequence.num_inflight_steps > sequence.num_inflight_decodes
         return is_in_prefill or bool(sequence.draft and sequence.request.num_inflight_tokens)
 

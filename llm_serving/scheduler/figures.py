@@ -257,10 +257,10 @@ class SchedulerFigures:
         return Capacity.of(self._state)
 
     def known_prefix(self, hashes: Iterable[bytes]) -> tuple[int, int]:
-        """Returns (known, held) for the chained hashes of a request's blocks.
+        """Returns ``(known, held)`` for a request. ``hashes`` are the chained hashes of its blocks.
 
-        Known is the number of the first blocks that are cached, or that steps in flight compute. Held is the number of
-        known blocks that are in use.
+        ``known`` is the number of leading blocks that are cached or that steps in flight compute. ``held`` is the
+        number of these blocks that are in use.
         """
         return self._state.kv_cache.prefixes.known(hashes) if self._state.limits.prefix_cache else (0, 0)
 

@@ -58,7 +58,7 @@ class RoutedScheduler:
         return [] if self._hand_overs is None else self._hand_overs.take_changes()
 
     def grant_hand_over(self, request_id: str, blocks: Iterable[int]) -> None:
-        """Gives a request the blocks of the hand-over pool for which it asked. Without blocks, it stays here."""
+        """Gives a request its blocks of the hand-over pool. If there are none, the request stays at this replica."""
         assert self._hand_overs is not None, "only replicas that hand over ask for blocks"
         refused = self._hand_overs.grant(request_id, list(blocks))
         if refused is not None:
@@ -68,8 +68,8 @@ class RoutedScheduler:
         """Empties the prefix cache, because some blocks may have wrong values. Blocks that sequences hold now will not
         be cached. The caller must also forget the blocks of the KV tiers.
 
-        With ``recompute``, sequences whose blocks may come from other replicas are computed again. Otherwise, this
-        holds only for sequences whose handed blocks have not arrived.
+        With ``recompute``, all sequences whose blocks may come from other replicas are computed again. Otherwise, only
+        sequences that still wait for blocks of another replica are computed again.
         """
         self._supply.lose_all()
         if self._tiers is not None:
@@ -78,5 +78,5 @@ class RoutedScheduler:
 
     @property
     def hand_over_costs(self) -> tuple[float | None, float | None]:
-        """(seconds per prefilled token, seconds per moved block), as measured. Each is None before a measurement."""
+        """Measured costs: (seconds per prefilled token, seconds per moved block). Each is None before a measurement."""
         return (None, None) if self._hand_overs is None else self._hand_overs.costs

@@ -119,7 +119,7 @@ class Lifecycle:
         self._compute_again(lambda sequence: True, now)
 
     def distrust(self, now: float, *, recompute: bool) -> None:
-        """Makes sequences compute their prompt and output again if a step may copy handed blocks to them now.
+        """Makes sequences compute all their tokens again if a step may now copy blocks of another replica to them.
 
         With ``recompute``, the same holds for all sequences whose blocks may come from other replicas.
         """
@@ -185,7 +185,7 @@ class Lifecycle:
                 if token_id == NOT_FINITE and request.status is not finished and not sequence.drop_tokens:
                     ended = self._end_not_finite(sequence, now)
                     if updates and updates[-1].request is request:
-                        # The request's earlier token of this result is valid, so the error is sent with that token.
+                        # The result also has an earlier, valid token of the request. The error is sent with that token.
                         updates[-1].error = NOT_FINITE_ERROR
                     else:
                         updates += ended
@@ -227,7 +227,7 @@ class Lifecycle:
                 self._supply.computed(sequence, step.starts[index] + step.query_lens[index])
 
     def _note_token(self, sequence: Sequence, now: float) -> None:
-        """Updates the times and the receipt of a sequence that gets a token."""
+        """Updates the times and the receipt (times of the phases) of a sequence that gets a token."""
         request = sequence.request
         if request.first_token_time is None:
             request.first_token_time = now
@@ -261,8 +261,8 @@ def _is_arriving(sequence: Sequence) -> bool:
 
 
 def _has_foreign_blocks(sequence: Sequence) -> bool:
-    """Returns True if another replica may have computed blocks of this sequence. These are handed blocks and blocks of
-    the prefix cache, which may have been handed or loaded from a KV tier before.
+    """Returns True if another replica may have computed blocks of this sequence. These are blocks from a hand-over, and
+    blocks of the prefix cache, which may come from an earlier hand-over or a KV tier.
     """
     chain = sequence.prefix_chain
     return sequence.num_handed > 0 or _is_arriving(sequence) or (chain is not None and chain.num_adopted > 0)

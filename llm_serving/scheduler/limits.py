@@ -99,7 +99,7 @@ class SchedulerLimits:
     """True if sequences get blocks on demand. False if each sequence reserves one range for its longest output."""
     prefix_cache: bool = False
     copies_tails: bool = True
-    """True if a sequence copies a cached block of which only its first tokens match. False if it computes these tokens.
+    """True if a sequence copies a cached block of which only the first tokens match. False if it computes these tokens.
     """
     num_state_snapshots: int = 0
     """Snapshots of the states of linear attention, which the prefix cache of these models needs. 0 for other models."""

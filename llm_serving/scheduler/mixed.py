@@ -32,10 +32,10 @@ class MixedComposer(StepComposer):
     STATE = (*StepComposer.STATE, "_num_without_prompts", "_light_streak")
 
     _num_without_prompts = 0
-    """Number of steps whose whole budget decoding sequences used while prompts waited, since the last prefill step."""
+    """Number of steps since the last prefill step that decoding sequences filled while prompts waited."""
 
     _light_streak = 0
-    """Number of consecutive steps that had only prompts of light keys."""
+    """Number of consecutive steps that had only prompts of light keys (tenants with few requests)."""
 
     def __init__(
         self,

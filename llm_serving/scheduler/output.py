@@ -4,8 +4,8 @@ A step consists of columns (lists), because the executor writes them into NumPy 
 describes sequence ``i`` of the step. ``block_tables[i]`` is the sequence's own list, not a copy. The executor reads it
 in ``submit`` and keeps no reference.
 
-The executor may rely on the following rules. They allow it to do most of its work once per change of the batch, and not
-in each step:
+The executor may rely on the following rules. With these rules, the executor does most of its work once per change of
+the batch, and not in each step:
 
 * A decode step may verify drafts (``num_drafts``), see ``llm_serving.ipc.drafts``. A sequence with k drafts then has
   1 + k consecutive elements in each column, with the same request and batch row. Until this step has completed, no
@@ -119,8 +119,8 @@ class ScheduledStep:
     query_lens: list[int] = field(default_factory=list)
     """[S] Number of tokens of each sequence in this step. The sum is T."""
     starts: list[int] = field(default_factory=list)
-    """[S] Position of each sequence's first token in this step. This is also the number of its tokens that are cached
-    before the step. The tokens have positions ``start .. start + query_len - 1``."""
+    """[S] Position of each sequence's first token in this step. This is also the number of the sequence's tokens that
+    the KV cache has before the step. The tokens have positions ``start .. start + query_len - 1``."""
     block_tables: list[list[int]] = field(default_factory=list)
     """[S] Block ids in order of position, at least ``ceil((start + query_len) / block_size)`` of them. The null block
     0, which the executor uses for padding, never occurs."""
@@ -206,8 +206,7 @@ class StepResult:
     draft_us: int = 0
     """Microseconds in which the draft model made drafts. They are a part of ``sample_us``."""
     device_draws: int = 0
-    """Number of tokens that the device has drawn, and with which the next step was launched ahead. Sequences without
-    ``top_k`` do not count."""
+    """Number of tokens that the device drew to launch the next step ahead. Sequences without ``top_k`` do not count."""
     wrong_draws: int = 0
     """Number of ``device_draws`` that the sampler has not chosen."""
     second_launches: int = 0

@@ -48,7 +48,7 @@ class Preemption(Stateful):
         """Frees the batch row and blocks of a LEAVING sequence. The sequence is then removed, waits again or is
         swapped.
 
-        Does nothing while steps in flight use them, or while a mover needs them.
+        Does nothing while steps in flight use the row or the blocks, or while a ``BlockMover`` needs the blocks.
         """
         if sequence.state is not SequenceState.LEAVING or sequence.num_inflight_steps:
             return

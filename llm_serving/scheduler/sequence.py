@@ -70,8 +70,8 @@ class Sequence:
     restarts: bool = False
     """True if the sequence's next step is its first step on its batch row."""
     notes_tokens: bool = False
-    """True if the next token changes the times or the phase in the request's receipt, because it is the first one after
-    a start.
+    """True if the next token must be noted in the request's receipt (times of its phases), as the first token after a
+    start.
     """
     num_inflight_steps: int = 0
     num_inflight_decodes: int = 0
@@ -84,7 +84,7 @@ class Sequence:
     """True after a step of this sequence failed or was dropped. The results of its steps in flight are then void, and
     the content of its blocks is unknown."""
     asked_from: int = -1
-    """Index of the first full block that the KV tiers were asked for last. -1: they were not asked."""
+    """Index of the first block in the last request to the KV tiers. -1: there was no request."""
     waits_for_load: bool = False
     """True while the KV tiers look for blocks of the waiting sequence, or a step copies them to the device."""
     hand_over: HandOverState = HandOverState.NONE
