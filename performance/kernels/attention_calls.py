@@ -51,9 +51,9 @@ def read_cache(cache: Array, dtype: str, *, keys: bool) -> npt.NDArray[np.float6
 def _in_rows(cache: Array, keys: bool) -> Array:
     """Returns a copy of a cache in row-major order: [num_blocks, kv_heads, block_size, head_dim].
 
-    If block size and head size are multiples of ``_GROUP_KEYS``, the kernels store the elements in another order. It
-    has units of 4 bytes, which are 2 bfloat16 or 4 int8. In this order, int8 keys have a flipped sign bit. This
-    function reverses both changes. For other sizes, the cache already has row-major order and is returned itself.
+    If block size and head size are multiples of ``_GROUP_KEYS``, the kernels change the order: they store units of 4
+    bytes (2 bfloat16 or 4 int8) in another order. They also flip the sign bit of int8 keys. This function reverses both
+    changes. For other sizes, the cache already has row-major order and is returned itself.
     """
     blocks, heads, block_size, dim = cache.shape
     if block_size % _GROUP_KEYS or dim % _GROUP_KEYS:
@@ -86,8 +86,8 @@ class AttentionStep:
     query_lens: Int32Array
     dtype: str
     window: int | None = None
-    """Number of positions of a sliding window. With None, the call has no argument for the window. 0 states that there
-    is no window. None and 0 must give the same result.
+    """Number of positions of a sliding window. 0 means that there is no window. With None, the call has no argument for
+    the window. The op must treat this like 0.
     """
     gammas: tuple[Array, Array] | None = None
     """Weights of the norms of queries and keys, [head_dim] each. ``window`` must not be None if there are ``gammas``.

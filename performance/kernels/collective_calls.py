@@ -33,7 +33,7 @@ def sum_parts(parts: list[npt.NDArray[Any]], dtype: str, out_dtype: str = "") ->
 
 
 def measure_all_reduce(array: npt.NDArray[Any], dtype: str, times: int) -> npt.NDArray[np.int64]:
-    """Runs ``times`` all-reduces over the exchange that this process has opened. Returns their nanoseconds."""
+    """Runs ``times`` all-reduces over the exchange that this process has opened. Returns the nanoseconds of each."""
     out, nanoseconds = np.empty_like(array), np.empty(times, np.int64)
     function = load_testing_library().llmk_measure_all_reduce
     function.argtypes = [_POINTER, ctypes.c_int, _POINTER, _POINTER, _INT64, _INT64, _POINTER]
@@ -48,7 +48,8 @@ def measure_ping_pong(own: int, other: int, times: int, *, serves: bool) -> npt.
     """Passes a counter ``times`` times to another process and back. Returns the nanoseconds of each round trip.
 
     ``own`` and ``other`` are addresses of counters in shared memory (``FlagLine``): this process writes ``own``, and
-    the other process writes ``other``. Both must be 0 before the call. The process with ``serves`` writes first.
+    the other process writes ``other``. Both must be 0 before the call. The process whose argument ``serves`` is True
+    writes first.
     """
     nanoseconds = np.empty(times, np.int64)
     function = load_testing_library().llmk_measure_ping_pong

@@ -130,7 +130,7 @@ LLMK_ENTRY int llmk_measure_all_reduce(int (*all_reduce)(int, const void*, void*
 // Passes a counter `times` times between two processes that never sleep, and writes the nanoseconds of each round trip
 // to `nanoseconds`. An all-reduce cannot be faster than half of a round trip. `own` and `other` are counters in shared
 // memory (FlagLine): this process writes `own`, and the other process writes `other`. Both must be 0 at the start. The
-// process with `serves` writes first.
+// process whose argument `serves` is 1 writes first.
 LLMK_ENTRY void llmk_measure_ping_pong(void* own, void* other, int serves, int64_t times, int64_t* nanoseconds) {
   auto* mine = static_cast<llmk::FlagLine*>(own);
   auto* theirs = static_cast<llmk::FlagLine*>(other);

@@ -1,4 +1,4 @@
-"""Loads the testing library of the kernels. The build makes it next to this file, and packages do not contain it."""
+"""Loads the testing library of the kernels. The build puts it next to this file; packages do not contain it."""
 
 from __future__ import annotations
 

@@ -109,8 +109,8 @@ float linear_element(const LinearArgs& args, const LinearWeights& w, const Quant
   return w.header.biased != 0 ? product + w.bias(column) : product;
 }
 
-// Quantises a row with the calibrated scales and offsets that the weight has for its inputs. If a value of the row is
-// not finite, the caller passes NaN as `poison`. The scale of the row and all its outputs are then NaN.
+// Quantises a row with the scales and offsets that the weight has for its inputs (static inputs). If a value of the row
+// is not finite, the caller passes NaN as `poison`. The scale of the row and all its outputs are then NaN.
 void quantize_static_row(DType dtype, const void* x, const QuantizedRows& rows, int64_t row,
                          const PackedWeightHeader& header, float poison) {
   const StaticInputs inputs = static_inputs_of(&header);

@@ -1,6 +1,6 @@
 // Scalar references of linear layers and attention, for tests. A reference computes the result of a kernel with plain
 // loops. For int8 and int4 weights it gives the same bits as the kernel. Otherwise it computes in double precision.
-// Tests compare all other kernels with NumPy.
+// Kernels without a scalar reference are compared with NumPy in the tests.
 #pragma once
 #include "../../agent/kernels/common/kernel_table.h"
 
@@ -19,8 +19,8 @@ void rotary_attention(const RotaryAttentionArgs& args);
 // Quantizes a row `x` of header.depth elements into row `row` of `rows`, with the same bits as the kernel.
 void quantize_row(DType dtype, const void* x, const QuantizedRows& rows, int64_t row, const PackedWeightHeader& header);
 
-// Computes a linear layer. For weights of int8 and int4, the result has the same bits as the kernel's result. Only for
-// these formats does it read `rows`, the quantized activations.
+// Computes a linear layer. For weights of int8 and int4, the result has the same bits as the kernel's result. The
+// function reads `rows`, the quantized activations, only for these formats.
 void linear(const LinearArgs& args, const QuantizedRows& rows);
 
 }  // namespace llmk::reference

@@ -27,8 +27,8 @@ struct Routes {
   bool records = false;
   std::vector<int32_t> chosen;    // expert ids of all recorded rows, one row after the other
   std::vector<int32_t> followed;  // expert ids of an earlier run, or empty if no choice is replaced
-  // How far replaced choices were from a tie. For a row, this is the smallest router logit of the experts that it
-  // chose, minus the smallest of the experts of the earlier run. This field is the largest value of all rows.
+  // How far replaced choices were from a tie: the maximum over all rows. The distance of a row is the smallest router
+  // logit of the experts that it chose, minus the smallest router logit of the experts that replaced them.
   float widest_margin = 0;
 };
 Routes routes;
@@ -37,9 +37,9 @@ Routes routes;
 // this call finds tokens for the sampler and not experts.
 constexpr int64_t kMaxChosen = 32;
 
-// Records the experts `ids` that a row chose. If an earlier run is followed and its set of experts for this row
-// differs, replaces `ids` and returns true. `logit` returns the router logit of an expert, up to a constant that is the
-// same for all experts of the row.
+// Records the experts `ids` that a row chose. If `followed` has another set of experts for this row, replaces `ids` by
+// that set and returns true. `logit` returns the router logit of an expert, up to a constant that is the same for all
+// experts of the row.
 template <class Id, class Logit>
 bool take_row(Id* ids, int64_t count, const Logit& logit) {
   const size_t at = routes.chosen.size(), end = at + static_cast<size_t>(count);

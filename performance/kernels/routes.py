@@ -1,4 +1,4 @@
-"""Starts and reads the recording of experts that ``routes.cc`` makes: the choices of a run, and forced choices."""
+"""Records the experts that each token chooses, or makes tokens use the experts of an earlier run (``routes.cc``)."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Routes:
     chosen: list[int] = field(default_factory=list)
     """The experts of each row, layer after layer and step after step."""
     widest_margin: float = 0.0
-    """How far replaced choices were from a tie. 0 if no choice was replaced.
+    """How far replaced choices were from a tie: the maximum over all rows. 0 if no choice was replaced.
 
-    For a row, this is the smallest router logit of the experts that it chose, minus the smallest of the experts of the
-    earlier run. This field is the largest value of all rows.
+    The distance of a row is the smallest router logit of the experts that it chose, minus the smallest router logit of
+    the experts that replaced them.
     """
 
 
 @contextmanager
 def recorded_routes(follow: Sequence[int] = ()) -> Iterator[Routes]:
-    """Records the experts that tokens choose in the body of a ``with`` statement. Yields a ``Routes`` object, which is
-    complete when the body ends.
+    """Records the experts that tokens choose while the body of a ``with`` statement runs. Yields a ``Routes`` object,
+    which is complete when the body ends.
 
     The process must use the testing library (``replace_product_library``). ``follow`` has the expert ids that an
     earlier run chose for the same rows in the same order. If it is given, the tokens use these experts instead of their

@@ -156,8 +156,7 @@ static void copy_first_elements(const RotaryAttentionArgs& args, const char* fro
 }
 
 // Runs the attention. With mla_v_dim above 0 (latent attention), a value is the first mla_v_dim elements of a key. Then
-// the kernel attends to whole keys as values, and only the first mla_v_dim elements of each result are copied to the
-// output.
+// the kernel uses whole keys as values, and only the first mla_v_dim elements of each result are copied to the output.
 static void run_paged(RotaryAttentionArgs* args, int64_t mla_v_dim) {
   char* out = static_cast<char*>(args->out);
   if (mla_v_dim > 0) {

@@ -1,9 +1,10 @@
 // Runs BatchMatMul(x [..., rows, depth], y [..., depth, columns], transpose_x, transpose_y): one matrix product for
 // each matrix of the leading axes, which must be equal.
 //
-// The native graphs use it for the up-projections of latent attention, which have one weight for each head. These
-// weights were packed once (keep_primitive() in ops/primitive_weight.h), and the kernel of ops/linear.h multiplies by
-// the packed form. So a row's result does not depend on other rows. Other matrices go to ops/matmul_any.h.
+// The native graphs use BatchMatMul for the up-projections of latent attention, which have one weight for each head.
+// These weights were packed once (keep_primitive() in ops/primitive_weight.h), and the kernel of ops/linear.h
+// multiplies by the packed form. So a row's result does not depend on other rows. Other matrices go to
+// ops/matmul_any.h.
 #include <cstring>
 
 #include "../common/dtype_bytes.h"

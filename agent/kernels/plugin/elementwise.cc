@@ -1,5 +1,5 @@
-// GeluExt, which Gemma uses, and Sigmoid, which gpt-oss uses. SiLU, MoveTo, NanToNum and MaskedFill, which only
-// MindFormers' models use.
+// Runs the primitives GeluExt (for Gemma) and Sigmoid (for gpt-oss). Also runs SiLU, MoveTo, NanToNum and MaskedFill,
+// which only MindFormers' models need.
 #include <cmath>
 
 #include "../common/dtype_bytes.h"
@@ -21,8 +21,9 @@ void for_elements(int64_t count, const Function& function) {
   });
 }
 
-// Computes GELU of `count` elements, in pieces that stay in the first cache. The form with tanh is a sigmoid, because
-// 0.5 * (1 + tanh(u)) = sigmoid(2u). The exponent is never positive, so it does not overflow.
+// Computes GELU of `count` elements, in pieces that stay in the L1 cache. The form with tanh is computed with a
+// sigmoid, because 0.5 * (1 + tanh(u)) = sigmoid(2u). The argument of the exponential function is never positive, so
+// the result does not overflow.
 template <class T>
 void gelu(const T* in, int64_t count, T* out) {
   constexpr int64_t kPiece = 256;
@@ -42,8 +43,8 @@ void gelu(const T* in, int64_t count, T* out) {
   }
 }
 
-// Computes the sigmoid of `count` elements, in pieces that stay in the first cache. The exponent is never positive, so
-// it does not overflow.
+// Computes the sigmoid of `count` elements, in pieces that stay in the L1 cache. The argument of the exponential
+// function is never positive, so the result does not overflow.
 template <class T>
 void sigmoid(const T* in, int64_t count, T* out) {
   constexpr int64_t kPiece = 256;

@@ -1,6 +1,6 @@
-// The primitives of a mixture of experts: MoeGatingTopKSoftmax, MoeInitRoutingV2, MoeTokenUnpermute and TopkExt.
-// TopkExt chooses the experts in MindFormers' layers. The sampling graphs use TopkExt, too, to find candidates. The
-// matrix products are in grouped_matmul.cc.
+// Runs the primitives of a mixture of experts: MoeGatingTopKSoftmax, MoeInitRoutingV2, MoeTokenUnpermute and TopkExt.
+// TopkExt chooses the experts in MindFormers' layers. In the sampling graphs, TopkExt finds candidates. The matrix
+// products are in grouped_matmul.cc.
 //
 // The semantics are those of the CANN documentation: aclnnMoeGatingTopKSoftmax, aclnnMoeInitRoutingV2,
 // aclnnMoeTokenUnpermute and aclnnTopk.
@@ -20,8 +20,8 @@
 namespace llmk {
 
 // MoeGatingTopKSoftmax: x [rows, experts], finished (None), k -> y [rows, k] of x's type, expert_idx and row_idx int32
-// [rows, k]. The output y has the k largest values of the softmax, and expert_idx has their experts. The output row_idx
-// has row + rows * i at [row, i].
+// [rows, k]. The output y has the k largest values of each row's softmax, and expert_idx has their experts. Element
+// [row, i] of the output row_idx is row + rows * i.
 int plugin_moe_gating_top_k_softmax(const Call& call) {
   enum { kX, kFinished, kK, kY, kExpertIdx, kRowIdx };
   const int64_t rows = call.dim(kX, 0), experts = call.dim(kX, 1), k = call.integer(kK);
@@ -53,8 +53,8 @@ bool long_top_k_row(const float* values, int64_t count, int64_t k, float* best, 
   return true;
 }
 
-// Finds the k largest of `count` values, or the k smallest if not `largest`, and sorts them. On a tie, the first value
-// comes first. A NaN comes after all numbers.
+// Finds the k largest of `count` values, or the k smallest if not `largest`, and sorts them. Of equal values, the one
+// with the lowest index comes first. A NaN comes after all numbers.
 template <class T>
 void top_k_row(const T* values, int64_t count, int64_t k, bool largest, std::vector<int64_t>* order, T* best,
                int64_t* indices) {

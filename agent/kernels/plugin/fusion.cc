@@ -24,8 +24,8 @@ int run_apart(Launch* const* parts, int count) {
 }
 
 // Fuses SplitWithSize, ApplyRotaryPosEmb and ReshapeAndCache. Rotates queries and keys directly from the rows of qkv,
-// the product of the linear layer, and copies keys and values to the cache. This saves the copy of each row by
-// SplitWithSize.
+// the product of the linear layer, and copies keys and values to the cache. So SplitWithSize does not have to copy each
+// row.
 enum { kSplitInput, kSplitQuery = 3, kSplitKey, kSplitValue, kSplitCount };
 enum { kRotaryCos = 2, kRotarySin, kRotaryFormat = 5, kRotaryQuery, kRotaryKey, kRotaryCount };
 enum { kCacheKey, kCacheValue, kKeyCache, kValueCache, kSlots, kCacheOut, kCacheCount };
@@ -146,12 +146,12 @@ int chunk_mask(Launch* const* parts, const Fusion& fusion) {
   return product.dtype(factor) == DType::kUnsupported ? run_apart(parts, fusion.count) : 0;
 }
 
-// Fuses an operator that works row by row with DynamicQuantExt. Computes a row and quantises it immediately, while it
-// is still in the processor's cache.
+// Fuses DynamicQuantExt with the operator before it: RmsNorm, AddRmsNorm or Swiglu. Computes one row at a time and
+// quantises it immediately, while it is still in the processor's cache.
 enum { kQuantX, kSmoothScales, kQuantY, kQuantScale, kQuantCount };
 
-// Quantises rows to int8, for the operator `quant` (DynamicQuantExt). Calls write_row(row, values) for each row, which
-// must write the row to `values`. Returns 0.
+// Quantises rows to int8, for the operator `quant` (DynamicQuantExt). For each row, calls write_row(row, values), which
+// must write the numbers of the row to `values`. Returns 0.
 template <class RowFunction>
 int quantise_rows(const Call& quant, int64_t rows, int64_t depth, const RowFunction& write_row) {
   const DType dtype = quant.dtype(kQuantX);
@@ -209,7 +209,8 @@ int swiglu_quant(Launch* const* parts, const Fusion& fusion) {
   const int out = swiglu.count - 1;
   const int64_t inner = swiglu.dim(out, -1), rows = inner == 0 ? 0 : swiglu.size(out) / inner;
   const int64_t axis = swiglu.integer(1) < 0 ? swiglu.integer(1) + swiglu.ndims[0] : swiglu.integer(1);
-  // Does not fuse if there are fewer rows than threads, because Swiglu alone can divide a row among several threads.
+  // Does not fuse if there are fewer rows than threads, because an unfused Swiglu can divide a row among several
+  // threads.
   const bool applies = axis == swiglu.ndims[0] - 1 && rows >= num_threads() && swiglu.dim(0, -1) == 2 * inner &&
                        swiglu.size(0) == 2 * rows * inner && quantises_rows_of(quant, rows, inner) &&
                        swiglu.dtype(0) == quant.dtype(kQuantX);
@@ -249,7 +250,7 @@ class Finder {
     return {};
   }
 
-  // Makes the lifetime of each value that a fusion reads or writes span all launches of the fusion. So these values do
+  // Extends the lifetime of each value that a fusion reads or writes to all launches of the fusion. So these values do
   // not share memory.
   void extend(const Fusion& fusion) const {
     for (int part = 0; part < fusion.count; ++part) {

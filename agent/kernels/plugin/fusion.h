@@ -1,5 +1,5 @@
 // Fusion of recorded launches: one function computes the results of several launches. It skips results that no other
-// launch reads. Every result has the bits of the separate launches.
+// launch reads. Every result has the same bits as with separate launches.
 #pragma once
 #include "recording.h"
 

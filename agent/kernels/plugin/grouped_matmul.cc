@@ -23,8 +23,8 @@
 //
 // The kernel of ops/linear.h multiplies each group by the packed form of its weight, as in linear.cc. So the order of
 // the additions depends only on the weight. A float weight that was not packed before (keep_primitive() in
-// ops/primitive_weight.h) goes to ops/matmul_any.h, which transposes it in each call. With a bias, it is packed in each
-// call instead.
+// ops/primitive_weight.h) goes to ops/matmul_any.h, which transposes it in each call. But a float weight with a bias is
+// packed in each call.
 #include <cstring>
 
 #include "../common/dtype_bytes.h"
@@ -222,7 +222,7 @@ void packed_product(const Call& call, const void* blob, const QuantizedRows* qua
 }
 
 // Multiplies rows [begin, end) by the weight of group number `group`, and adds its bias if there is one. With a bias,
-// computes kBiasedRows rows at a time, whose sums are first floats in scratch memory.
+// computes kBiasedRows rows at a time: first float sums in scratch memory, then the rounded results.
 int whole_product(const Call& call, const GroupedWeight& all, int64_t group, const QuantizedRows* quantized,
                   int64_t begin, int64_t end) {
   constexpr int64_t kBiasedRows = 256;

@@ -74,7 +74,7 @@ Launch& record(Recording* recording, const Tensors& call, std::unique_ptr<Scalar
   return launch;
 }
 
-// Adds the bytes of a recording to recordings_held, and grows the arena to the size that the recording needs. If there
+// Adds the size of a recording to recordings_held, and grows the arena to the size that the recording needs. If there
 // is not enough memory, stores the reason in recording->problem and returns false.
 bool hold(Recording* recording) {
   recordings_held -= recording->held;
@@ -137,7 +137,8 @@ int launch(CustomOp custom_op, int outputs, const Tensors& tensors) {
   Launch& launch = record(recording, tensors, std::make_unique<ScalarInputs>(inputs));
   launch.primitive = nullptr;
   launch.custom_op = custom_op;
-  launch.is_shared = launch.is_reshape = false;  // no custom operator is a collective
+  // A replay reads is_shared only after a held failure (op_plugin.cc). Graphs of custom operators do not hold failures.
+  launch.is_shared = launch.is_reshape = false;
   launch.writes_inputs = true;
   const int error = custom_op(tensors);
   if (error != 0) recording->problem = std::string(tensors.op) + " refused its inputs";
@@ -213,7 +214,7 @@ LLMK_ENTRY void llmk_resize_recording(void* recording, int64_t tokens, int64_t s
 }
 
 // Returns the number of launches of a recording. A fused launch counts as the launches that it replaces, and a skipped
-// Reshape counts, too.
+// Reshape also counts.
 LLMK_ENTRY int64_t llmk_recorded_launches(const void* recording) {
   return static_cast<int64_t>(static_cast<const llmk::Recording*>(recording)->launches.size());
 }
@@ -233,8 +234,8 @@ LLMK_ENTRY void llmk_forget_recording(void* recording) {
 }
 
 // Replays the launches, writes the addresses of the results and returns 1. The addresses are valid until the next call
-// of a function of this file. If a launch fails, returns 0. If the caller stores errors (llmk_hold_failures), returns 1
-// instead, and kernels do nothing until llmk_take_failure() is called.
+// of a function of this file. If a launch fails, returns 0. After llmk_hold_failures(1), returns 1 even if a launch
+// fails, and the following kernels do nothing until llmk_take_failure() is called.
 //
 // With `keeps_pace`, the collectives run even after an error. The other agents do not know of the error, and all agents
 // must run the same number of collectives.
@@ -249,7 +250,7 @@ LLMK_ENTRY int llmk_replay(void* recording, int keeps_pace, const void** address
   return 1;
 }
 
-// Returns the bytes of all recordings, including the memory that replays write.
+// Returns the size in bytes of all recordings, including the memory that replays write.
 LLMK_ENTRY int64_t llmk_recordings_bytes() {
   const std::lock_guard<std::mutex> lock(llmk::mutex);
   return llmk::recordings_held + llmk::arena.bytes;

@@ -2,9 +2,10 @@
 // MindSpore.
 //
 // A graph launches the same operators in the same order every time. Only the contents and the lengths of its inputs
-// change. So the library records one run, and a loop replays it, as an Ascend replays captured graphs. This saves the
-// work of MindSpore for each operator and parameter. From two recorded runs of different sizes, the library infers how
-// each length depends on the size of the step. So two runs give one recording for steps of any size.
+// change. So the library records one run, and a loop repeats the recorded launches, as an Ascend replays captured
+// graphs. This saves the work of MindSpore for each operator and parameter. From two recorded runs of different sizes,
+// the library infers how each length depends on the size of the step. So two runs give one recording for steps of any
+// size.
 //
 // A recorded launch may read four kinds of memory:
 //  - memory whose address never changes, which the caller names: inputs of the graph, weights, caches
@@ -16,7 +17,8 @@
 // share memory.
 //
 // A replay skips a Reshape of the caller's memory, because it would only copy. The readers of its result then read the
-// caller's memory. If a launch between the Reshape and a reader may write to this memory, the replay copies it.
+// caller's memory. But if a launch between the Reshape and a reader may write to this memory, the replay runs the
+// Reshape.
 //
 // If a kernel of MindSpore itself runs between two kernels of this library, it is missing in the recording. Therefore
 // the caller must check that the recording is complete. The caller fills the memory of the outputs with NaN, replays,
@@ -40,8 +42,7 @@ bool writes_inputs(Primitive primitive);
 // Runs the primitive. Also records the call while a recording is open.
 int launch(Primitive primitive, const Call& call);
 
-// Returns the error code that MindSpore gets: `error`, or 0 if the caller stores errors (holds_failures in
-// op_plugin.cc).
+// Returns the error code that MindSpore gets: `error`, or 0 if failures are held (holds_failures in op_plugin.cc).
 int report_error(const char* op, int error);
 bool has_failed();
 

@@ -11,8 +11,8 @@ namespace {
 
 constexpr int64_t kTaskBytes = 1 << 18;  // approximate number of bytes that a task copies
 
-// Describes how Transpose moves elements. Trailing axes that keep their place are not in `sizes` and `strides`: their
-// elements are copied together, as one run.
+// Describes how Transpose moves elements. `sizes` and `strides` leave out trailing axes that keep their place. Their
+// elements are contiguous and are copied together, as one run.
 struct Moves {
   std::vector<int64_t> sizes;    // size of each axis of the result
   std::vector<int64_t> strides;  // distance in the input between neighbours along each axis of the result, in bytes

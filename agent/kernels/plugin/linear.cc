@@ -43,7 +43,8 @@ int check_depth(const Call& call, int x, const PrimitiveWeight& weight) {
 }
 
 // Quantises the rows of argument `x` into `rows_of_y`. If the values of `rows_of_y` are in scratch memory, also copies
-// them to `y`. `blob` determines how the rows are quantised. It is a packed weight, or only the header of one.
+// them to `y`. `blob` is a packed weight or only its header. Its groups and static inputs determine how the rows are
+// quantised.
 void quantise_rows(const Call& call, int x, int8_t* y, const QuantizedRows& rows_of_y, int64_t rows, const void* blob) {
   const int64_t depth = header_of(blob).depth, row_bytes = depth * size_of(call.dtype(x));
   for_rows(rows, depth, [&](int64_t row) {
@@ -56,8 +57,8 @@ void quantise_rows(const Call& call, int x, int8_t* y, const QuantizedRows& rows
 
 }  // namespace
 
-// MatMul(a, b, transpose_a, transpose_b) of matrices. It adds in float32, in an order that the depth determines, and
-// rounds once.
+// Runs MatMul(a, b, transpose_a, transpose_b) for two matrices. Adds in float32, in an order that depends only on the
+// depth, and rounds once.
 int plugin_matmul(const Call& call) {
   enum { kA, kB, kTransposeA, kTransposeB };
   if (call.ndims[kA] != 2 || call.ndims[kB] != 2) {

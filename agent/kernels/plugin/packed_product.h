@@ -1,5 +1,5 @@
-// The common parts of the primitives for matrix products: finding the packed form of a weight, and quantising rows. The
-// product itself is computed by kernels().linear (ops/linear.h).
+// Code that the primitives for matrix products share: it finds the packed form of a weight, and quantises rows.
+// kernels().linear computes the product itself (ops/linear.h).
 #pragma once
 #include <vector>
 
@@ -8,7 +8,7 @@
 
 namespace llmk {
 
-// The packed form of a weight for one call. This is the form that keep_primitive() has stored, or a temporary one.
+// The packed form of a weight, for one call. keep_primitive() has stored this form, or this object makes it.
 class Blob {
  public:
   // Finds the form that keep_primitive() has stored. If there is none, packs the weight into memory of this object.

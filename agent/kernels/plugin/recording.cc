@@ -90,7 +90,7 @@ bool may_write(Launch* launch, const char* start, const char* end) {
   return false;
 }
 
-// Clears the source of each Reshape whose input this launch may change. Later readers of the Reshape then read its
+// Clears Value::source of each Reshape whose input this launch may change. Later readers of the Reshape then read its
 // result, not its input.
 void forget_written_sources(Recording* recording, Launch* launch) {
   for (Value& value : recording->values) {
@@ -134,7 +134,7 @@ void lay_out(Recording* recording) {
 bool overlap(const Value& a, const Value& b) { return a.first <= b.last && b.first <= a.last; }
 
 // Assigns a buffer to each value, beginning with the largest value. Values that are not needed at the same time share a
-// buffer. The result of a skipped launch has none.
+// buffer. The result of a skipped launch gets no buffer.
 void assign_buffers(Recording* recording) {
   std::vector<std::pair<int64_t, Value*>> by_size;
   for (Value& value : recording->values) {
@@ -180,8 +180,8 @@ bool is_same(const Launch& a, const Launch& b) {
   return std::all_of(a.offsets.begin(), a.offsets.end(), [](int64_t offset) { return offset == 0; });
 }
 
-// Returns true if two launches read equal constants and the same memory of the caller. Call is_same() for the launches
-// first.
+// Returns true if two launches read equal constants and the same memory of the caller. The caller must have called
+// is_same() for them, with the result true.
 bool reads_the_same(Launch* a, const Launch& b) {
   size_t constants = 0;
   for (size_t at = 0; at < a->data.size(); ++at) {

@@ -68,9 +68,9 @@ struct Value {
   int argument;
   int first;   // number of the first launch that needs the buffer
   int last;    // number of the last launch that reads the value
-  int buffer;  // index of the buffer, which other values share at other times; -1: the launch is skipped
-  // If the value is the result of a Reshape of the caller's memory: this memory. Null for all other values, and after a
-  // launch that may write to this memory or to the value.
+  int buffer;  // index of the buffer, which other values use at other times; -1: the launch is skipped
+  // The memory of the caller of which the value is a Reshape. Null for all other values. Becomes null at a launch that
+  // may write to this memory or to the value.
   char* source;
 };
 

@@ -13,8 +13,9 @@ namespace llmk {
 // scale, mapping_num, mapping_table, enable_expert_mapping) -> weights float32 [rows, k], indices int32 [rows, k].
 //
 // The ranking of an expert is sigmoid(x) + add_num. The ranking of a group is the sum of its n largest expert rankings.
-// In the group_topk groups with the largest rankings, the k experts with the largest rankings are chosen. Their weights
-// are sigmoid(x), divided by their sum if is_norm, times scale. On a tie, the first group or expert is chosen.
+// In the group_topk groups with the largest rankings, the k experts with the largest rankings are chosen. The weight of
+// a chosen expert is sigmoid(x). If is_norm, the weights are divided by their sum. Then they are multiplied by scale.
+// On a tie, the first group or expert is chosen.
 int plugin_fused_add_top_k_div(const Call& call) {
   enum { kX, kAdded, kGroups, kChosenGroups, kN, kK, kActivation, kIsNorm, kScale, kMappingNum, kMappingTable, kMaps,
          kWeights, kIds, kCount };

@@ -31,7 +31,7 @@ class ScalarInputs : public KernelInputInfo {
   explicit ScalarInputs(size_t inputs) : source_(nullptr), inputs_(inputs), scalars_(inputs, false) {}
   void close() { source_ = nullptr; }
   // Finds the lists that MindSpore has read from an input of the graph. The contents of an input can change, so a
-  // replay reads these lists from the input instead of a copy.
+  // replay reads these lists from the input itself and not from a copy.
   void find_lists(const std::vector<Range>& staying) {
     for (Scalar& scalar : known_) {
       const size_t bytes = scalar.list.size() * sizeof(int64_t);
@@ -102,8 +102,8 @@ class ScalarInputs : public KernelInputInfo {
     return known_.back();
   }
 
-  // Throws an exception for an input that was not recorded. The primitive did not read it while the launch was
-  // recorded, or its type is one that no kernel of this library uses.
+  // Throws an exception for an input that was not recorded. Either the primitive did not read the input while the
+  // launch was recorded, or no kernel of this library uses inputs of this type.
   template <class T>
   static T unknown() {
     throw std::logic_error("a primitive reads an input that was not recorded");

@@ -44,8 +44,8 @@ constexpr int kChains = 6, kByteChains = 6;
 constexpr int kChains = 6, kByteChains = 2;
 #endif
 
-// Makes the compiler assume that a value may have changed. This generates no instruction. Otherwise the compiler would
-// see that the operands are constant, and would move the products out of the loop.
+// Makes the compiler assume that a value may have changed, without generating an instruction. Without this, the
+// compiler would see that the operands are constant, and would move the products out of the loop.
 #if defined(LLMK_VEC_AVX512)
 LLMK_INLINE void hide(__m512& a) { __asm__ volatile("" : "+v"(a)); }
 LLMK_INLINE void hide(__m512i& a) { __asm__ volatile("" : "+v"(a)); }

@@ -2,9 +2,10 @@
 //
 //   performance/ceilings [seconds [threads]]
 //
-// Each figure is the best of 5 attempts of `seconds` (default 0.1). Read bandwidth is in 10^9 bytes/s. Rates are in
-// 10^9 operations/s; a multiply-add is two operations. Without `threads`, the output has a row for 1 thread and a row
-// for as many threads as processors. LLM_KERNELS_ISA picks the instruction set, as for the kernels.
+// Each figure is the best of 5 attempts, each of which takes `seconds` (default 0.1). Read bandwidth is in 10^9
+// bytes/s. Rates are in 10^9 operations/s; a multiply-add is two operations. Without `threads`, the output has a row
+// for 1 thread and a row for as many threads as processors. LLM_KERNELS_ISA picks the instruction set, as for the
+// kernels.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -81,11 +82,12 @@ double timed_reads(int64_t bytes, const Read& read) {
 
 constexpr int64_t kReadBytes = 256 << 20;
 
-// Returns the read bandwidth of 256 MB of memory in GB/s. The memory is in huge pages if the system has them. There are
-// `methods` methods to read. A call of round(memory, method) reads the whole memory once with the given method and
-// returns the rate. First, three rounds run with each method, and the method with the best median is chosen. Then
-// rounds with this method run for about `seconds` seconds, and the upper quartile of their rates is returned. The best
-// round would be misleading, because a virtual machine may get twice its usual rate for a short time.
+// Returns the read bandwidth of 256 MB of memory in GB/s. The memory is in huge pages if the system has them. A call of
+// round(memory, method) reads the whole memory once and returns the rate. There are several methods to read it, with
+// the numbers 0 to `methods` - 1. First, three rounds run with each method, and the method with the best median is
+// chosen. Then rounds with this method run for about `seconds` seconds, and the upper quartile of their rates is
+// returned. The best round would be misleading, because a virtual machine may get twice its usual rate for a short
+// time.
 template <class Round>
 double measure_reads(double seconds, int methods, const Round& round) {
   constexpr int64_t kHugePage = 2 << 20;
