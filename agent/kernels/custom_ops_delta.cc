@@ -89,9 +89,9 @@ int check_saves(const Tensors& t, const DeltaRun& run, int64_t index, int64_t nu
   return 0;
 }
 
-// Checks two numbers of a run: how many drafts it replays from the log of the state that it reads, and how many drafts
-// it logs (ops/gated_delta.h). Both numbers must be at most `logged`, the capacity of a log. A run that reads no state
-// cannot replay drafts.
+// Checks how many drafts a run replays, from the log of the state that it reads, and how many drafts it logs
+// (ops/gated_delta.h). Both numbers must be at most `logged`, the capacity of a log. A run that reads no state cannot
+// replay drafts.
 int check_log(const Tensors& t, const DeltaRun& run, int64_t index, int64_t logged) {
   const int64_t most = run.read < 0 ? 0 : logged;
   if (run.replayed >= 0 && run.replayed <= most && run.settled >= 1 && run.settled <= run.tokens &&

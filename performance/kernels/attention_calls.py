@@ -51,9 +51,9 @@ def read_cache(cache: Array, dtype: str, *, keys: bool) -> npt.NDArray[np.float6
 def _in_rows(cache: Array, keys: bool) -> Array:
     """Returns a copy of a cache in row-major order: [num_blocks, kv_heads, block_size, head_dim].
 
-    If block size and head size are multiples of ``_GROUP_KEYS``, the kernels change the order: they store units of 4
-    bytes (2 bfloat16 or 4 int8) in another order. They also flip the sign bit of int8 keys. This function reverses both
-    changes. For other sizes, the cache already has row-major order and is returned itself.
+    If block size and head size are multiples of ``_GROUP_KEYS``, the kernels store the elements in another order. They
+    keep 4 bytes (2 bfloat16 or 4 int8) together as a unit. They also flip the sign bit of int8 keys. This function
+    reverses both changes. For other sizes, the cache already has row-major order and is returned itself.
     """
     blocks, heads, block_size, dim = cache.shape
     if block_size % _GROUP_KEYS or dim % _GROUP_KEYS:

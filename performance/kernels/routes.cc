@@ -28,7 +28,7 @@ struct Routes {
   std::vector<int32_t> chosen;    // expert ids of all recorded rows, one row after the other
   std::vector<int32_t> followed;  // expert ids of an earlier run, or empty if no choice is replaced
   // How far replaced choices were from a tie: the maximum over all rows. The distance of a row is the smallest router
-  // logit of the experts that it chose, minus the smallest router logit of the experts that replaced them.
+  // logit of its own choice, minus the smallest router logit of the replacement.
   float widest_margin = 0;
 };
 Routes routes;

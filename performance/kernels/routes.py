@@ -21,8 +21,8 @@ class Routes:
     widest_margin: float = 0.0
     """How far replaced choices were from a tie: the maximum over all rows. 0 if no choice was replaced.
 
-    The distance of a row is the smallest router logit of the experts that it chose, minus the smallest router logit of
-    the experts that replaced them.
+    The distance of a row is the smallest router logit of its own choice, minus the smallest router logit of the
+    replacement.
     """
 
 

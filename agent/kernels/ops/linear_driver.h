@@ -316,8 +316,7 @@ static inline void for_panels(const LinearJob& job, const Task& task) {
   });
 }
 
-// Prefetches all parts of adapters for a panel at once. Only tasks that do not prefetch these parts step by step call
-// it.
+// Prefetches all parts of adapters for a panel. For tasks that do not prefetch these parts between their steps.
 static inline void fetch_adapters(const LinearJob& job, int64_t panel, int64_t row, int64_t row_end) {
   if (job.args.lora != nullptr) AdapterFetch(*job.args.lora, panel, row, row_end).fetch_all();
 }

@@ -165,8 +165,8 @@ static inline bool scales_groups(const LinearJob& job) {
   return job.header.group != 0 || has_nibbles(job.header.format);
 }
 
-// Multiplies the sums of a group by its scales and adds them to the totals, for `rows` rows and C vectors of a panel:
-// total = fma(sum, scale, total).
+// Adds the sums of a group, times its scales, to the totals: total = fma(sum, scale, total). There are `rows` rows and
+// C vectors of a panel.
 template <int C>
 LLMK_INLINE void fold_group(const float* sums, const float* scales, int64_t rows, bool first, float* totals) {
   Vec scale[C];

@@ -1,6 +1,6 @@
 // Computes the products of paged attention (paged_rows.h) on AMX tiles: the scores, and the weighted sums of values.
 // The panels of keys and values (paged_units.h) have the layout of tiles. Their elements are units of 4 bytes: two
-// bfloat16 or four int8 numbers. A cache that stores such units also has this layout, so tiles read it directly.
+// bfloat16 or four int8 numbers. A cache that stores these units also has this layout, so tiles read it directly.
 //
 // For int8, tiles give the same integers as vector registers. For bfloat16, a tile product adds up 16 units from zero,
 // which is another order than in vector registers. Therefore every product with a bfloat16 cache uses tiles, even for a

@@ -36,8 +36,8 @@ constexpr int64_t kBlockRows = 32;  // rows of a block: those of several heads, 
 constexpr int kFetchUnits = 8;      // number of units that are multiplied between two prefetches
 constexpr float kLowest = -3.4028235e38f;
 
-// Sizes of a register tile: kMostRows rows are multiplied by kBlockVectors vectors of a panel at a time, and the sums
-// just fit into the registers. Int8Form multiplies in two passes with separate sums, so its tile has fewer rows.
+// Sizes of a register tile: kMostRows rows are multiplied by kBlockVectors vectors of a panel at a time. The sums just
+// fit into the registers. Int8Form multiplies in two passes with separate sums, so its tile has fewer rows.
 #if defined(LLMK_VEC_AVX512)
 template <int kPasses>
 constexpr int kMostRows = 6 / kPasses;

@@ -53,8 +53,8 @@ bool long_top_k_row(const float* values, int64_t count, int64_t k, float* best, 
   return true;
 }
 
-// Finds the k largest of `count` values, or the k smallest if not `largest`, and sorts them. Of equal values, the one
-// with the lowest index comes first. A NaN comes after all numbers.
+// Finds the k largest of `count` values, or the k smallest if not `largest`, and sorts them. Equal values are sorted by
+// index. A NaN comes after all numbers.
 template <class T>
 void top_k_row(const T* values, int64_t count, int64_t k, bool largest, std::vector<int64_t>* order, T* best,
                int64_t* indices) {
