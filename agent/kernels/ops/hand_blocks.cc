@@ -18,8 +18,8 @@ namespace llmk {
 // lanes are mixed. So a checksum depends on the order of the bytes. It takes less time than the copy of the block.
 // CRC-32C with one lane would take as long as the copy.
 constexpr int64_t kLanes = 8;
-constexpr int64_t kStripe = 8 * kLanes;  // bytes
-constexpr int64_t kRound = 16;           // stripes
+constexpr int64_t kStripe = 8 * kLanes;  // bytes of a stripe
+constexpr int64_t kRound = 16;           // number of stripes in a round
 constexpr int64_t kPiece = 8 << 10;      // bytes that stay in the first-level cache between copy and checksum
 constexpr int64_t kAhead = 8 << 10;      // bytes of the next part that are prefetched
 constexpr uint64_t kMix = 0x9E3779B1;

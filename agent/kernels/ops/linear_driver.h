@@ -316,7 +316,8 @@ static inline void for_panels(const LinearJob& job, const Task& task) {
   });
 }
 
-// Prefetches all parts of adapters for a panel. For tasks that do not prefetch these parts between their steps.
+// Prefetches all parts of adapters for a panel. Tasks that do not prefetch these parts between their steps call this
+// function.
 static inline void fetch_adapters(const LinearJob& job, int64_t panel, int64_t row, int64_t row_end) {
   if (job.args.lora != nullptr) AdapterFetch(*job.args.lora, panel, row, row_end).fetch_all();
 }

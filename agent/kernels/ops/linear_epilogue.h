@@ -19,7 +19,7 @@ struct LinearJob {
   PackedWeightHeader header;
   WeightShape shape;
   const uint8_t* panels;
-  const float* bias;  // or null
+  const float* bias;  // null: the weight has no bias
   const int32_t* sum_offsets;  // sum offsets of static inputs, or null
   const void* x;     // activations, in the type that the products read
   int64_t x_stride;  // distance between rows of x, in elements of this type
@@ -89,8 +89,8 @@ LLMK_INLINE Vec scaled(const float* sum, Vec row_scale, Ints excess, const float
 // Describes half of a panel (32 columns): the scales of these columns, and their places in the output.
 struct HalfPanel {
   const float* scales;  // scales of the columns; used only without groups
-  const float* bias;    // or null
-  const int32_t* sum_offsets;  // or null
+  const float* bias;    // null: the weight has no bias
+  const int32_t* sum_offsets;  // null: the weight has no static inputs
   int64_t first;        // number of the half's first column, in the order of the panels
   int64_t column[2], width[2];  // first output column of each vector, and number of output columns from there on
   bool whole;                   // true: every vector that is stored has 16 output columns

@@ -188,10 +188,10 @@ LLMK_INLINE float largest_of(const float* scales) {
 struct TilePanels {
   int64_t begin, groups;            // first key, and number of groups of kGroupKeys keys
   int64_t value_stride;             // distance between units of values; between units of keys it is kGroupKeys
-  // Each pointer leads to [unit of dims][kGroupKeys]. Pointers from number `groups` on equal the first pointer, so that
-  // a product over several panels can read them.
+  // Each pointer is the address of an array [unit of dims][kGroupKeys]. Pointers from number `groups` on equal the
+  // first pointer, so that a product over several panels can read them.
   const Unit* keys[kPartGroups];
-  const Unit* values[kPartGroups];  // each entry points to [unit of keys][dim]
+  const Unit* values[kPartGroups];  // each pointer: address of an array [unit of keys][dim]
   float* key_scales;                // scales of the keys [kPartition] for int8 caches, or null
   float* value_scales;
   float largest_value_scale;        // largest value scale of the whole partition
@@ -226,14 +226,14 @@ static inline void copy_group(const Unit* from, int64_t there, int64_t dim, Unit
   }
   for (int64_t key = whole * kPer; key < kGroupKeys; key += kPer) {
     const int64_t rest = larger(0, smaller(kPer, there - key));
-    const Unit mask = (Unit{1} << (32 / kPer * rest)) - 1;  // rest < kPer
+    const Unit mask = (Unit{1} << (32 / kPer * rest)) - 1;  // keeps the first `rest` elements of a unit
     for (int64_t d = 0; d < dim; ++d) out[key / kPer * dim + d] = rest > 0 ? from[key / kPer * dim + d] & mask : 0;
   }
 }
 
-// Sets panels->values for groups [begin, end). Each pointer leads to the values of `product_groups` groups. If these
-// groups are complete and adjacent in the cache, the pointer leads into the cache. Otherwise the values are copied to
-// `buffer`, and the pointer leads to the copy.
+// Sets panels->values for groups [begin, end). Each pointer is the address of the values of `product_groups` groups. If
+// these groups are complete and adjacent in the cache, this is an address in the cache. Otherwise the values are copied
+// to `buffer`, and this is the address of the copy.
 template <class F>
 static inline void point_at_values(const HeadTile& now, int64_t begin, int64_t end, int64_t dim, int64_t product_groups,
                                    Unit* buffer, TilePanels* panels) {

@@ -121,7 +121,7 @@ constexpr int64_t kWeightGroups = F::kPerUnit > 2 ? F::kPerUnit : 2;
 // The prefetching of several blocks of rows that read the same keys. Each block prefetches an equal part of the cache
 // lines.
 struct SharedFetch {
-  TileFetch* fetch;  // or null
+  TileFetch* fetch;  // null: nothing is prefetched
   int64_t blocks;
 };
 

@@ -41,8 +41,8 @@ float penalized_logit(const SampleArgs& args, int64_t row, float logit, int32_t 
 int32_t draw_of_sorted(const SampleArgs& args, int64_t row, const Candidate* best, size_t count, double u,
                        ScratchVector<float>* buffer);
 
-// Functions that write results of a row. skip_row() is for a row that does not sample. report_top() writes the best
-// tokens, and publish() writes the sampled token with its raw logit.
+// These functions write results of a row. Call skip_row() for a row that does not sample. The function report_top()
+// writes the best tokens. The function publish() writes the sampled token with its raw logit.
 void skip_row(const SampleArgs& args, int64_t row);
 void report_top(const SampleArgs& args, int64_t row, const Candidate* best, size_t count);
 void publish(const SampleArgs& args, int64_t row, int32_t id, float logit);
