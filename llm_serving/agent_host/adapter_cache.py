@@ -52,7 +52,7 @@ class AdapterCache:
         unfinished = self._folder / f"{secrets.token_hex(8)}{_UNFINISHED}"
         try:
             with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-                file.truncate(memory.num_bytes)  # other nodes count the file with its final size
+                file.truncate(memory.num_bytes)  # so other nodes already count the file's final size
                 self._make_room()
                 memory.write_to(file)
             unfinished.replace(self._path(digest))

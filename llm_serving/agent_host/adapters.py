@@ -74,7 +74,7 @@ class _Worker:
 
 
 class NodeAdapters:
-    """Loads the adapters of one run of the agents.
+    """Loads adapters into the agents of a node, from the start of the agents to their end.
 
     ``descriptor`` becomes readable when the caller must call ``proceed``. The caller passes four functions. ``ask``
     sends a message to the server, and ``load`` sends a message to all agents. ``note`` writes a line to the log.
@@ -97,7 +97,7 @@ class NodeAdapters:
         self._waiting: deque[_Adapter] = deque()
         """The adapters that are not loaded yet. The first one is being prepared."""
         self._loading: dict[int, tuple[AdapterMemory, int]] = {}
-        """The memory of each adapter that the agents load, and the number of missing replies, by message number."""
+        """For each message to load an adapter: the adapter's memory, and the number of agents that have not replied."""
         self._prepared: deque[_Adapter] = deque()
         self._lock = threading.Lock()
         """Held by a thread while it uses ``descriptor`` or adds an adapter's memory. The thread first checks that

@@ -6,13 +6,13 @@ a thread sends the streams that agents of this node write and agents of the othe
 connection, which carries data in one direction:
 
     receiver                              sender
-       |<--- introduction ------------------|   the secret of this run of the group, both nodes' numbers, the layout
+       |<--- introduction ------------------|   the secret of this start of the group, both nodes' numbers, the layout
        |<--- number, value, bytes, data ----|   the number of a stream, the new value of its counter, the length of the
        |                                    |   new data, and the new data
-       |<--- beat --------------------------|   first of all, and each ``BEAT_S`` without new data
+       |<--- beat --------------------------|   the first message, and then one after each ``BEAT_S`` without new data
 
-So agents find the data of all other agents in the memory of their own node, as on one machine, and compute the same
-bits.
+So agents find the data of all other agents in the memory of their own node, as on one machine. Their results are
+bit-identical to those on one machine.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ class ExchangeBridge:
                 link.settimeout(CONNECT_TIMEOUT_S)
                 self._must_keep(link)
                 link.connect(address)
-                with self._changed:  # the plain socket gives its descriptor to the new object
+                with self._changed:  # ``close`` must wait while the descriptor moves from the socket to ``secure``
                     self._links.discard(link)
                     link = secure = self._key.exchange.wrap_socket(link, do_handshake_on_connect=False)
                     self._must_keep(link)
@@ -307,7 +307,7 @@ class ExchangeBridge:
             set_options(link)
             facts = admit(link, MAGIC, self._share.secret, self._problem_of)
         except (OSError, LLMServingError):
-            return  # the sender tries again, unless it belongs to another run of the group
+            return  # the sender tries again, unless it belongs to an earlier start of the group
         (sender,) = struct.unpack_from("<I", facts)
         with self._changed:
             if sender in self._confirmed:
@@ -324,7 +324,10 @@ class ExchangeBridge:
                 self._fail_link(sender, error)
 
     def _problem_of(self, facts: bytes) -> str:
-        """Compares the facts of a sender's introduction with this node's. Returns the difference, or an empty text."""
+        """Compares the layout and the node numbers (``_facts``) of a sender with those that this node expects.
+
+        Returns the difference, or an empty text.
+        """
         others = [number for number in range(len(self._share.nodes)) if number != self._share.number]
         needed = [self._facts(number, self._share.number) for number in others]
         if facts in needed:

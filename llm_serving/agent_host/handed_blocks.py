@@ -34,16 +34,16 @@ It is called before ``unlink``, so another process can still map the pools by na
 
 
 class HandedBlocks:
-    """The hand-over pools of one run of the agents: one pool for each agent, in order of rank.
+    """The hand-over pools of a node's present agents: one pool for each agent, in order of rank.
 
     ``descriptor`` becomes readable when a transfer has ended. ``take_sent`` then returns the transfer. Nodes that send
-    blocks here must know ``secret``. Each run has a new secret, so a node cannot send blocks of an earlier run.
+    blocks here must know ``secret``. Each start of agents has a new secret, so no node sends blocks for earlier agents.
     """
 
     def __init__(
         self, layouts: Sequence[HandOverLayout], key: ClusterKey, new_carrier: NewCarrier = lambda memories: FRAMES
     ) -> None:
-        """Creates the pools. Raises OSError if /dev/shm is too small, and the errors of ``new_carrier``."""
+        """Creates the pools. Raises OSError if /dev/shm is too small, and TransferError if the carrier cannot work."""
         self._key = key
         self.secret = secrets.token_bytes(SECRET_BYTES)
         self._memories: list[HandOverMemory] = []
@@ -65,8 +65,8 @@ class HandedBlocks:
 
     @classmethod
     def of(cls, config: Config, key: ClusterKey, ranks: range, host: str, on_cancel: OnCancel) -> HandedBlocks | None:
-        """Creates the pools of a node, whose agents have these ranks in their replica. Returns None unless ``config``
-        has the roles ``prefill`` and ``decode``.
+        """Creates the pools of a node. ``ranks`` are the ranks of its agents in their replica. Returns None unless
+        ``config`` has the roles ``prefill`` and ``decode``.
 
         ``host`` is the address at which other nodes reach this one. The start of the transport may take long.
         ``on_cancel`` is called with a function that stops this start. Raises OSError, and ConfigError if this machine

@@ -25,10 +25,10 @@ from llm_serving.kvstore.identity import weights_digest, weights_state
 
 
 class NodeHostBlocks(Receiver):
-    """Serves the host blocks of one run of the agents to the server, which must know ``secret``.
+    """Serves the host blocks of the present agents to the server, which must know ``secret``.
 
-    Each run has a new secret, so a connection to an earlier run is refused. Only the newest connection may write. So a
-    write of a broken connection, which arrives late, changes no block.
+    Each start of agents has a new secret, so a connection that is meant for earlier agents is refused. Only the newest
+    connection may write. So a late write of a broken connection changes no block.
     """
 
     MAGIC = wire.MAGIC

@@ -103,7 +103,7 @@ class AgentHost:
                 self._is_used.release()
 
     def _receive_data(self, link: ssl.SSLSocket, protocol: str | None) -> None:
-        """Passes a data connection to the object that serves its ``protocol``. Without this object, closes it."""
+        """Passes a data connection to the object that serves its ``protocol``, or closes it if no object does."""
         session, receiver = self._session, None
         if session is not None:
             receivers = {

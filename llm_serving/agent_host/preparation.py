@@ -1,7 +1,7 @@
 """Prepares the start of agents on a node in a thread: checks the model, and reserves the shared memory of the agents.
 
-The thread of the link sends signs of life meanwhile. Both jobs may take long: large host blocks need seconds for each
-GiB, and the server drops a node that is silent for ``SERVER_PATIENCE_S``.
+Both jobs may take long: large host blocks need seconds for each GiB. Meanwhile, the link's thread sends signs of life,
+because the server drops a node that is silent for ``SERVER_PATIENCE_S``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunMemory:
-    """The shared memory of one run of the agents on a node."""
+    """The shared memory of a node's agents, from their start to their end."""
 
     group: GroupMemory
     handed_blocks: HandedBlocks | None
@@ -119,7 +119,7 @@ class Preparation:
         return result
 
     def close(self) -> None:
-        """Ends the thread as soon as possible, and waits for it. Removes the memory if no run has taken it."""
+        """Ends the thread as soon as possible, and waits for it. Removes the memory if no caller has it."""
         with self._lock:
             self._is_closed, cancel = True, self._cancel
         if cancel is not None:

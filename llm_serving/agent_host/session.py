@@ -58,7 +58,7 @@ _FORWARDED = (
 
 
 class LinkEndedError(Exception):
-    """Raised to end a link without an error. The text has the reason."""
+    """Raised to end a link without an error. The exception's text is the reason."""
 
 
 class Session:
@@ -165,7 +165,10 @@ class Session:
         return max(self._last_result, 0.0 if self.bridge is None else self.bridge.last_update)
 
     def _report_quiet(self, group: AgentGroup) -> None:
-        """Reports to the server when the agents become quiet or work again. Only the server knows all nodes."""
+        """Reports to the server if the agents have slept longer than their step may take, or if they work again.
+
+        The server decides whether the agents hang, because only the server knows all nodes.
+        """
         is_quiet = bool(self._in_flight) and group.is_quiet(max(self._last_progress, self._last_data))
         if is_quiet != self._is_quiet:
             self._is_quiet = is_quiet
@@ -427,9 +430,9 @@ class Session:
     def _pass_on(self, member: int, message: AgentMessage) -> None:
         """Sends an agent's message to the server.
 
-        The node whose agent writes the results of a step also sends the results. It sends them with the reply of its
-        last agent, because each agent may mark a damaged block in the results before its reply. The results of a step
-        that only moves blocks are these marks, so each node sends its own.
+        The results of a step go with the reply of the node's last agent, because each agent may still mark a damaged
+        block in them. Only the node whose agent writes the results sends them. After a step that only moves blocks, the
+        results consist of these marks, so every node sends them.
         """
         contents = b""
         if isinstance(message, _ANSWERS):

@@ -28,7 +28,10 @@ class NodeSettings:
 
 
 def config_of_node(config: Config, settings: NodeSettings) -> Config:
-    """Returns the server's config for one replica, or a part of its agents, with this machine's paths and devices."""
+    """Returns the config for the agents on this node, which are all agents of one replica or some of them.
+
+    It is the server's config, with the paths and devices of this machine.
+    """
     own = ParallelConfig()
     parallel = replace(
         config.parallel_config,

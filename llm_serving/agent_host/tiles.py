@@ -23,7 +23,7 @@ class NodeTiles:
         return None if layout is None else cls(TileMemory.create(layout))
 
     def write(self, part: TilePart) -> None:
-        """Writes bytes of a tile. Raises ProtocolError if the memory has no tile with this index, or it is smaller."""
+        """Writes bytes of a tile. Raises ProtocolError if no tile has this index, or if the bytes do not fit."""
         layout = self.memory.layout
         end, tile_bytes = part.begin + len(part.data), layout.tile_pixels * 3
         if part.place >= layout.num_places or end > tile_bytes:

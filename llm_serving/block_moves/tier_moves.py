@@ -4,9 +4,9 @@ The tiers themselves are outside the scheduler (package ``kvstore``). They own t
 tiers each full block that was computed, and asks them for the blocks of the first waiting sequence. The replies of the
 tiers are inputs of the scheduler, like the results of steps. MOVE steps without sequences make the copies.
 
-While the tiers look for blocks of a sequence, it stays in the queue, with the reason ``LOAD``. Loaded blocks enter the
-prefix cache, where the sequence then finds them. A load never changes a text, because the agent would compute blocks
-with the same content.
+While the tiers look for blocks of a sequence, the sequence stays in the queue (``BlockReason.LOAD``). Loaded blocks
+enter the prefix cache, where the sequence then finds them. A load never changes a text, because the agent would compute
+blocks with the same content.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class TierMoves(Stateful):
             return
         sequence.waits_for_load = False
         if sequence.state is not SequenceState.WAITING:
-            self._release(hosts)  # the sequence was started alone, as a suspect
+            self._release(hosts)  # it was started alone, because it may have killed an agent
             return
         num_found, num_missing = self._supply.num_missing_blocks(sequence)
         skipped = num_found - first

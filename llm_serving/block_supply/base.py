@@ -18,8 +18,8 @@ class CachedPrefix:
     is_pending: bool
     """True if the sequence should wait, because steps in flight for other sequences compute more of its tokens.
 
-    It should wait only if it gains at least one full block, or all its known tokens except the last. Otherwise, each of
-    several equal prompts that end at the end of a block would wait for the prompt before, to gain a single token.
+    Waiting must gain at least one full block, or all known tokens except the last. Otherwise, equal prompts that end at
+    the end of a block would start one after the other, each to gain a single token.
     """
 
 

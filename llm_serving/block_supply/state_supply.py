@@ -44,8 +44,8 @@ class _Saves(Stateful):
         """The numbers n of the states that prefill steps must still save and that no step in flight saves, ascending.
         """
         self.awaited: list[int] = []
-        """The numbers n in ``wanted`` and of the states that steps in flight save, ascending. Other sequences may wait
-        for these states.
+        """The numbers n of all states that are not saved yet, ascending: those in ``wanted``, and those that steps in
+        flight save. Other sequences may wait for these states.
         """
         self.saved: list[tuple[int, int]] = []
         """(n, snapshot) of the states that prefill steps in flight save."""
@@ -66,8 +66,8 @@ class StateSupply(PrefixSupply, Stateful):
         self._awaited: Counter[bytes] = Counter()
         """Number of sequences that will save a state, by the hash of the block at whose end they save it.
 
-        ``snapshot`` leaves these hashes out. A flight recording has pseudonyms instead of tokens, so the hashes would
-        not match them. ``restore`` computes new hashes.
+        The method ``snapshot``, which a flight recording calls, leaves these hashes out. The recording has pseudonyms
+        instead of tokens, so these hashes would not match them. ``restore`` computes new hashes.
         """
 
     def look_up(self, sequence: Sequence) -> CachedPrefix:
@@ -108,8 +108,8 @@ class StateSupply(PrefixSupply, Stateful):
                         saves.saved.append((number, snapshot))
                         step.state_moves.append((index, number * size - start, snapshot))
             elif end % size == 0 and sequence is not saved:
-                # Each draft of a sequence is an element of ``flight.sequences``. If the draft at the end of the block
-                # is rejected, a later step computes another token there, and overwrites the snapshot.
+                # A sequence occurs in ``flight.sequences`` once more for each draft. If the draft at the end of the
+                # block is rejected, a later step computes another token there, and overwrites the snapshot.
                 snapshot = self._next_latest(saves, end, sequence.request.num_tokens)
                 if snapshot is not None:
                     saves.latest, saved = (end // size, snapshot), sequence
@@ -170,9 +170,10 @@ class StateSupply(PrefixSupply, Stateful):
         """Returns the snapshot in which a decode step saves the state after ``end`` tokens, or None if none is free.
 
         ``num_known`` is the number of the sequence's known tokens. Tokens after them may still be dropped, because they
-        are drafts or are sampled by a step in flight. If only the new state includes later tokens, it gets another
-        snapshot, and ``saves.latest`` becomes ``saves.earlier``. Otherwise the new state overwrites ``saves.latest``.
-        If the new state includes only known tokens, the snapshot of ``saves.earlier`` is given back.
+        are drafts or are sampled by a step in flight. If the new state includes these tokens and ``saves.latest`` does
+        not, the new state gets another snapshot, and ``saves.latest`` becomes ``saves.earlier``. In all other cases,
+        and if no other snapshot is free, the new state overwrites ``saves.latest``. If the new state includes only
+        known tokens, the snapshot of ``saves.earlier`` is given back.
         """
         latest, size = saves.latest, self._kv_cache.block_size
         if end <= num_known and saves.earlier is not None:

@@ -79,7 +79,7 @@ class _Vocabulary:
     def _longest_matches(self, data: bytes) -> list[int]:
         """Splits ``data`` into the longest matching tokens, from left to right, and returns their ids.
 
-        Stops at a byte that no token begins with, if the tokenizer has no tokens for single bytes.
+        If the tokenizer lacks tokens for single bytes, stops at a byte with which no token begins.
         """
         ids, start = [], 0
         while start < len(data):

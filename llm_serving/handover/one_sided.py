@@ -1,8 +1,8 @@
 """Moves handed blocks with a library that reads the sender's memory, outside the connection of ``TcpTransport``.
 
 Only contents travel through the library. Headers, which have the checksums of the contents, travel through the
-connection, where TLS and the secret protect them. So the agent that reads a block also finds contents that the library
-damaged, and contents that a stranger wrote.
+connection, where TLS and the secret protect them. So the agent that reads a block notices if the library has damaged
+its content, or if a stranger has written it.
 
     receiver                              sender
        |<--- place, sources, headers ---------|   where the library finds the sender's pools
@@ -26,7 +26,7 @@ from llm_serving.handover.transport import Pairs, Pool, TransferError, send_all
 from llm_serving.ipc.introduction import receive
 
 PIECE_BYTES = 16 << 20
-"""Maximum bytes that the library reads in one call. More than this only if one block is larger.
+"""Maximum bytes that the library reads in one call. A larger block is read in a call of its own.
 
 The receiver reports its progress after each call. So the sender's timeout applies to one call, not to the transfer.
 """

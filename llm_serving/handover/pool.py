@@ -23,7 +23,7 @@ class Lease:
     hashes: Sequence[bytes]
     """For each block, the hash of its tokens and of all tokens before them."""
     headers: list[bytes]
-    """For each block, the header that stands for its content. An agent refuses a block with another header."""
+    """For each block, the header that identifies the expected content. Agents refuse a block with a wrong header."""
     asked_at: float
     """The time, in seconds, at which the prefill replica asked for the blocks, after it had computed the prompt."""
     is_complete: bool = False

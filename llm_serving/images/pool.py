@@ -23,7 +23,7 @@ class TilePlaces(Protocol):
 
 
 class TilesFullError(Exception):
-    """Too few places are free for the tiles of a request. The text has the numbers."""
+    """Too few places are free for the tiles of a request. The error text states how many are free."""
 
 
 class TilePool:

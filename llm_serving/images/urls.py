@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FETCH_TIMEOUT_S = 10.0
 """Maximum seconds without a byte from an allowed host."""
 FETCH_TOTAL_S = 30.0
-"""Maximum seconds in all to fetch the images of one request, which may come only from allowed hosts."""
+"""Maximum seconds to fetch all images of one request from allowed hosts."""
 _SHOWN_CHARS = 64
 _PIECE_BYTES = 65_536
 _BASE64_CHARS = 1 << 18
@@ -178,7 +178,7 @@ def _prepared(url: str) -> tuple[requests.PreparedRequest | None, str]:
     """
     if "\\" in url or any(char.isspace() or not char.isprintable() for char in url):
         return None, ""
-    import requests  # takes long to import, and most servers need it never
+    import requests  # takes long to import, and most servers never need it
 
     try:
         request = requests.Request("GET", url).prepare()

@@ -85,7 +85,7 @@ def serve(control: socket.socket) -> NoReturn:
     with contextlib.suppress(OSError):
         control.send(encode(Started(engine.place)))
         _serve_reads(engine, control)
-    os._exit(0)  # a thread of Mooncake may hang, so this process waits for none
+    os._exit(0)  # does not wait for threads, because a thread of Mooncake may hang
 
 
 def _serve_reads(engine: Engine, control: socket.socket) -> None:

@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import re
 
-# The process of the engine does not import the configuration, because that would double the time of its start.
+# Copies of names in ``config``. The engine's process does not import ``config``, which would double its start time.
 TCP, RDMA, ASCEND = "tcp", "rdma", "ascend"
 PACKAGES = {
     TCP: "mooncake-transfer-engine-non-cuda",
@@ -49,9 +49,9 @@ def problem_with(protocol: str) -> str | None:
 def environment(protocol: str, host: str) -> dict[str, str]:
     """Returns the environment variables for the process with Mooncake's engine. Other nodes reach it at ``host``.
 
-    The variables choose the protocol. The protocol argument of ``TransferEngine.initialize`` would not: without the
-    variables, Mooncake uses RDMA if the machine has an RDMA device, and TCP otherwise. All other variables of the node
-    are passed on.
+    The variables choose the protocol. The protocol argument of ``TransferEngine.initialize`` does not choose it:
+    without the variables, Mooncake uses RDMA if the machine has an RDMA device, and TCP otherwise. All other variables
+    of the node are passed on.
     """
     others = {name: value for name, value in os.environ.items() if name not in _FORCED.values()}
     forced = {_FORCED[protocol]: "1"} if protocol in _FORCED else {}

@@ -33,12 +33,12 @@ START_LIMIT_S = 60.0
 READ_LIMIT_S = TIMEOUT_S - 1.0
 """Seconds after which a read fails and the process is killed, including the time in which the read waits for a start.
 
-Mooncake has its own, shorter timeout. But it can wait for minutes for a machine that has lost its power.
+Mooncake's own timeout is shorter. But if the other machine has lost its power, Mooncake may wait for minutes.
 """
 START_WAIT_S = 2.0
 """Maximum seconds that a read waits for the start of an engine.
 
-The difference from ``READ_LIMIT_S`` is longer than Mooncake's own timeout for a transfer.
+The rest of ``READ_LIMIT_S`` is longer than Mooncake's own timeout for a transfer.
 """
 REPLY_LIMIT_S = 5.0
 """Seconds in which a process must reply to a ``Read`` without pairs."""
@@ -50,9 +50,8 @@ class MooncakeReader:
     """Reads blocks into the pools of a node, with a process that runs Mooncake's engine.
 
     The constructor starts the process. If the process ends, a new one is started. Every failed read ends the process,
-    because Mooncake may still write into the pools. A new process also does not know addresses of ended nodes, which
-    Mooncake would keep. Other nodes find the pools at ``host``. ``device`` is the name of the network device, or empty
-    to let Mooncake choose.
+    because Mooncake may still write into the pools, and because it would keep the addresses of ended nodes. Other nodes
+    find the pools at ``host``. ``device`` is the name of the network device, or empty to let Mooncake choose.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class MooncakeReader:
             self._owned.close()
 
     def _launched(self) -> _EngineProcess:
-        """Returns the process, whose engine may still start. Launches a new one if it has ended. Raises TransferError.
+        """Returns the process. If it has ended, launches a new one, whose engine may still start. Raises TransferError.
         """
         with self._lock:
             if self._is_closed:
@@ -171,7 +170,7 @@ class _EngineProcess:
             return self._place
         until = min(time.monotonic() + limit_s, self._start_until)
         if not self._starting.acquire(timeout=max(0.0, until - time.monotonic())):
-            raise TransferError(STILL_STARTING)  # the thread that waits for the engine notices a failed start
+            raise TransferError(STILL_STARTING)  # another thread waits for the engine, and notices a failed start
         try:
             if not self._place:
                 self._control.settimeout(max(0.001, until - time.monotonic()))
@@ -214,7 +213,7 @@ class _EngineProcess:
                 with self._sending:
                     self._control.settimeout(limit_s)
                     socket.send_fds(self._control, [encode(Read(place, pack_pairs(pairs)))], [other.fileno()])
-                other.close()  # now the socket ends if the process ends
+                other.close()  # now only the process has this end, so ``recv`` returns if the process ends
                 reply = own.recv(MAX_PACKET_BYTES)
             except TimeoutError as error:
                 raise TransferError(f"Mooncake did not end a transfer within {limit_s:.0f} s") from error
