@@ -150,7 +150,7 @@ class KVCacheManager:
         return True
 
     def free(self, block_table: list[int], chain: PrefixChain | None = None) -> None:
-        """Removes one hold from all blocks of a block table.
+        """Removes one hold from each block of a block table.
 
         Blocks that are committed to the prefix cache stay cached. Blocks of ``chain`` that no step has computed yet are
         withdrawn, so that no other sequence waits for them. The chain stays valid for the sequence's next start. The

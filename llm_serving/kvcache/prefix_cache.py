@@ -42,7 +42,7 @@ class PrefixMatch:
     entries: list[int]
     """The index entry of each of ``blocks`` at the time of the lookup."""
     num_tokens: int
-    """Tokens in ``blocks`` and ``tail``. They never include the sequence's last token, which must be computed."""
+    """Number of tokens in ``blocks`` and ``tail``. The sequence's last token is not included: it must be computed."""
     tail: TailMatch | None
     num_pending_tokens: int
     """Number of tokens in the full blocks after ``blocks`` that steps in flight compute at present."""

@@ -33,7 +33,7 @@ class IndexObserver(Protocol):
     """
 
     def stored(self, entry: int, block_hash: bytes, content: bytes, parent: Parent) -> None:
-        """Learns that a full block was added. ``content`` has its tokens, ``parent`` is the entry before it."""
+        """Learns that a full block was added. ``content`` has its tokens. ``parent``: see ``Parent``."""
 
     def removed(self, entry: int) -> None:
         """Learns that the full block with this entry was removed."""

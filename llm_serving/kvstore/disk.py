@@ -104,7 +104,7 @@ class Records(Protocol):
 
 
 class FileTier(ABC):
-    """A tier in a folder. All replicas of a server share it, because their blocks have the same bits.
+    """A tier in a folder. All replicas of a server share the tier, because they compute bit-identical blocks.
 
     ``on_problem`` is called with a text about each problem that an operator should know.
     """
@@ -116,8 +116,8 @@ class FileTier(ABC):
         self.figures = DiskFigures()
         self.mover = Mover(self._note_error)
         self.num_doubts = 0
-        """Number of times that blocks which this server has read turned out to be doubtful. The engine must then forget
-        all blocks. Any thread may read it. Always 0 for the SSD tier.
+        """Number of times that another machine distrusted blocks which this server had read. After each time, the
+        engine must forget all blocks. Any thread may read this number. It is always 0 for the SSD tier.
         """
         self._on_change: list[Callable[[], None]] = []
         self._on_problem = on_problem
@@ -182,8 +182,8 @@ class FileTier(ABC):
         self.mover.submit(lambda: self._read(transfer, pool, done), urgent=True)
 
     def distrust(self) -> None:
-        """Asks the mover to remove all blocks that this run has written, because an agent may have computed wrong
-        values. Blocks that wait to be written are not written. A later ``read`` finds none of these blocks.
+        """Asks the mover to remove all blocks that this server has written since its start, because an agent may have
+        computed wrong values. Blocks that wait to be written are not written. A later ``read`` finds none of them.
         """
         self._num_distrusts += 1
         self.mover.submit(self._distrust, urgent=True)
@@ -220,9 +220,9 @@ class FileTier(ABC):
             call()
 
     def _write_next(self) -> None:
-        """Writes the next blocks that were requested: as many of the same pool as one call should read.
+        """Writes the next waiting blocks: as many blocks of one pool as one call should read from it.
 
-        This job has nothing to do if an earlier job has already written its block.
+        Each ``write`` adds one of these jobs. If earlier jobs have written all waiting blocks, the job does nothing.
         """
         batch = self._next_writes()
         try:
@@ -250,8 +250,8 @@ class FileTier(ABC):
         return is_open and write.num_distrusts == self._num_distrusts
 
     def _write(self, writes: Sequence[_Write]) -> None:
-        """Reads the blocks from their pool, and writes them until a write fails. Blocks that cannot be read count as
-        missing, because the machine of the agents was lost.
+        """Reads the blocks from their pool, and writes them until a write fails. If the machine of the agents was lost,
+        some blocks cannot be read. These are not written.
         """
         contents = writes[0].pool.read([each.host for each in writes]) if writes else []
         for each, content in zip(writes, contents, strict=False):

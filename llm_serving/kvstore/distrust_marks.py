@@ -55,9 +55,9 @@ class DistrustMarks:
         return has_doubt
 
     def accepts(self, writer: int) -> bool:
-        """Returns True if a block of this writer may be used, which is not so if the writer is marked.
+        """Returns False if this writer is marked, so that its blocks must not be used.
 
-        If it may, also remembers that this machine has read a block of the writer. A later mark then causes a doubt.
+        Otherwise remembers that this machine has read a block of the writer. A later mark then causes a doubt.
         """
         if writer in self._marked:
             return False
@@ -67,7 +67,7 @@ class DistrustMarks:
     def mark_own(self) -> None:
         """Marks the blocks that this machine has written, and draws a new number.
 
-        Raises OSError if the mark cannot be made. ``look`` then tries it again.
+        Raises OSError if the mark cannot be made. ``look`` then tries again.
         """
         writer, self.own = self.own, _new_writer()
         self._sources.discard(writer)  # the caller has already forgotten all blocks that this machine has written

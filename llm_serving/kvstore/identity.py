@@ -1,8 +1,8 @@
 """Computes the namespace of blocks on disk: a digest of everything that keys and values depend on, except tokens and
 salts.
 
-If two servers have the same namespace, equal tokens give blocks with equal bits. The namespace depends on the bytes of
-the weights, but not on the path of the model.
+If two servers have the same namespace, equal tokens and salts give bit-identical blocks. The namespace depends on the
+bytes of the weights, but not on the path of the model.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def model_facts(config: Config) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class BlockIdentity:
-    """The facts on which the bits of a server's blocks depend, except tokens and salts."""
+    """Everything except tokens and salts on which the content of a server's blocks depends."""
 
     facts: dict[str, object]
     """``model_facts`` as JSON values, and the digests of the weights and of the kernels."""

@@ -235,8 +235,8 @@ class SegmentFolder:
                 return path, os.open(path, flags, 0o600)
 
     def _note_use(self, segment: Segment) -> None:
-        """Marks a segment as the most recently used one, so that it is removed last. Sets the file's time as well,
-        which later runs read.
+        """Marks a segment as the most recently used one, so that it is removed last. Also sets the time of its file, so
+        that the server knows the order after a restart.
         """
         self._clock += 1.0
         segment.last_use = self._clock

@@ -93,8 +93,8 @@ class KvTiers:
         return store
 
     def agents_ready(self, summary: Mapping[str, object]) -> None:
-        """Opens the tiers in folders. Must be called when the agents are ready. ``summary`` has facts about the agents,
-        including a digest of their kernels. Each tier's mover computes the namespace of the blocks from it.
+        """Opens the tiers in folders. Must be called when the agents are ready. ``summary`` describes the agents. Each
+        tier's mover computes the namespace of the blocks from the digest of the agents' kernels in ``summary``.
         """
         self._arithmetic = str(summary.get("arithmetic", ""))
         if self._digest is not None:
@@ -103,7 +103,7 @@ class KvTiers:
             tier.open(lambda: self.identity().namespace)
 
     def identity(self) -> BlockIdentity:
-        """Returns the facts on which the bits of this server's blocks depend, except tokens and salts.
+        """Returns everything except tokens and salts on which the content of this server's blocks depends.
 
         The first call reads the weights, which takes about a second for each GB. It does not wait for other machines.
         Any thread may call it. Raises CheckpointError if the weights have changed since the start.
@@ -124,7 +124,7 @@ class KvTiers:
         if self._reading is None or self._reading.done():
             reading: Future[BlockIdentity] = Future()
             threading.Thread(target=_run, args=(self.identity, reading), name="identity", daemon=True).start()
-            self._reading = reading  # only now: a thread that cannot start would leave a future that never ends
+            self._reading = reading  # not before the start: if the thread cannot start, the future never ends
         return self._reading
 
     @property

@@ -267,7 +267,7 @@ class SharedTier(FileTier):
         return super().may_write and self._clock() >= self._quiet_until
 
     def distrust(self) -> None:
-        """Marks and removes all blocks that this run has written, see ``FileTier``."""
+        """Marks and removes all blocks that this server has written since its start, see ``FileTier``."""
         self._quiet_until = self._clock() + QUIET_S
         super().distrust()
 

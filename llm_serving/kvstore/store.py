@@ -137,7 +137,7 @@ class BlockStore:
         self._pool: HostPool | None = None
         self._epoch = 0
         self._num_doubts = 0
-        """The value of ``BlockTier.num_doubts`` for which this object has forgotten all blocks."""
+        """The value of ``BlockTier.num_doubts`` when this object last forgot all blocks because of a doubt."""
         self._waiting: list[_Waiting] = []
         self._written: deque[tuple[int, int]] = deque()
         self._num_writes = 0
@@ -166,8 +166,8 @@ class BlockStore:
     def lose(self, *, distrusted: bool = False) -> None:
         """Forgets all host blocks, because the agents were lost.
 
-        With ``distrusted``, also removes the blocks that this run has written to the disk, because the agents may have
-        computed wrong values.
+        With ``distrusted``, also removes the blocks that this server has written to the disk since its start, because
+        the agents may have computed wrong values.
         """
         self._epoch += 1
         self.version += 1
@@ -181,7 +181,7 @@ class BlockStore:
             self.distrust()
 
     def distrust(self) -> None:
-        """Forgets the contents of all host blocks, and removes the blocks that this run has written to the disk."""
+        """Forgets the contents of all host blocks, and removes the blocks that this server has written to the disk."""
         self.version += 1
         self._hosts.distrust()
         if self._disk is not None:
@@ -263,14 +263,14 @@ class BlockStore:
 
     @property
     def max_guests(self) -> int:
-        """Maximum number of blocks that one import may bring. The limit leaves half of the host blocks for other
-        requests.
+        """Maximum number of blocks that the import of a session may add. The limit leaves half of the host blocks for
+        other requests.
         """
         return self._hosts.num_blocks // 2
 
     def accept(self, key: BlockKey) -> Loan | None:
-        """Reserves a host block for the block ``key`` of an import, and returns a loan of it. The caller writes the
-        content into the host block and then calls ``accepted``.
+        """Reserves a host block for the block ``key`` of an imported session, and returns its loan. The caller writes
+        the content into the host block and then calls ``accepted``.
 
         Returns None if all host blocks are in use, or while the host blocks are not usable.
         """
@@ -460,7 +460,7 @@ class BlockStore:
         for host, ok in oks.items():
             if ok:
                 self._hosts.filled(host)
-        oks |= {host: False for host in one.hosts if keys[host] is DOUBTFUL}  # also those that were not read
+        oks |= {host: False for host in one.hosts if keys[host] is DOUBTFUL}  # also those that needed no read
         end = next((place for place, host in enumerate(one.hosts) if not oks.get(host, True)), len(one.hosts))
         useful = one.hosts[:end] if one.due != _NEVER else []
         for host in one.hosts[len(useful) :]:

@@ -52,11 +52,11 @@ class TierChain:
 
     @property
     def num_doubts(self) -> int:
-        """Number of times that blocks which this server has read turned out to be doubtful."""
+        """Number of times that another machine distrusted blocks which this server had read. See ``FileTier``."""
         return self._first.num_doubts + self._second.num_doubts
 
     def when_changed(self, call: Callable[[], None]) -> None:
-        """Registers a function that a tier's mover calls when this tier was opened, or has raised ``num_doubts``."""
+        """Registers a function that a tier's mover calls when that tier was opened, or has raised ``num_doubts``."""
         for tier in self._tiers:
             tier.when_changed(call)
 
@@ -100,7 +100,7 @@ class TierChain:
         return self._of(place).content(place, key)
 
     def distrust(self) -> None:
-        """Removes all blocks that this run has written."""
+        """Removes all blocks that this server has written since its start. See ``FileTier``."""
         for tier in self._tiers:
             tier.distrust()
 

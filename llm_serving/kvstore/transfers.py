@@ -58,7 +58,7 @@ class BlockTransfers:
 
     async def write(self, keys: Sequence[BlockKey], contents: Sequence[bytes]) -> int:
         """Writes blocks into the host memory of each replica whose host blocks are usable. Returns the number of
-        leading blocks that all of them have taken.
+        leading blocks that all these replicas have taken.
 
         Writing stops at the first content whose size differs from that of the agents' blocks.
         """
@@ -67,7 +67,7 @@ class BlockTransfers:
         return await answer.future
 
     async def max_guests(self) -> int:
-        """Returns the maximum number of blocks that one import may bring."""
+        """Returns the maximum number of blocks that the import of a session may add."""
         answer: _Answer[int] = _Answer()
         self._use_stores(lambda stores: answer.set(min((one.max_guests for one in stores), default=0)))
         return await answer.future

@@ -23,7 +23,7 @@ SPARE_FRACTION = {"CPU": 0.10, "Ascend": 0.05}
 
 SHORTEST = 256
 """``fit_length`` never chooses a maximum sequence length below this number of tokens. If this length does not fit,
-``plan_memory`` later raises an error with the numbers.
+``plan_memory`` later raises MemoryPlanError.
 """
 
 

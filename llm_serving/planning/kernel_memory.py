@@ -15,7 +15,7 @@ Items of the scratch memory:
 
     rows             inputs of a linear layer in float32 (W x 4 bytes for each token), and results of the norm before
                      the layer (h x max(b, 2) bytes for each token). Native operators: T tokens. Fused operators: 256
-                     tokens for each thread. But the calling thread has 128 x N, or T if it is the only thread
+                     tokens for each thread. The calling thread has 128 x N tokens instead, or T if it is alone
     MLP              fused operators: 256 rows of I elements for each thread, and [T, h] results of the output layer
     products         256 rows of h float32 numbers, for each thread and each part of ``parallel_config.sum_parts``
     biased experts   native operators: 256 rows of 2 x E or h float32 numbers, before the bias of an expert is added
@@ -126,9 +126,9 @@ def _fused_replay_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def _native_replay_bytes(config: Config, shape: ModelShape, tokens: int) -> int:
-    copied = copied_cache_bytes(config, shape)  # part of the activations of MindSpore's graph only
+    copied = copied_cache_bytes(config, shape)  # a replay copies no cache, unlike MindSpore's graph
     step = (activation_bytes(config, shape) - copied) * tokens // config.max_num_batched_tokens
-    mask = 0 if shape.sinks else tokens * config.max_model_len * MASK_BYTES  # activations include a mask for sinks
+    mask = 0 if shape.sinks else tokens * config.max_model_len * MASK_BYTES  # for sinks, part of the activations
     logits = config.max_num_seqs * shape.vocab_size * config.dtype_bytes
     layer = RECORDED_LAYER_BYTES * (1 if shape.experts is None else 2)
     gathered = gathered_bytes(config, shape) if config.gathers_blocks else 0

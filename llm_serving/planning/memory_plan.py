@@ -12,8 +12,8 @@ The formulas give bytes. They use these letters:
     weights          parameters x b. A tied embedding counts once; on a CPU twice, because the output weight is packed
                      separately. Integer formats: 8 or 4 bits for each parameter of linear layers, and 40 bits for
                      scale and zero point of each group
-    KV cache         2 x L x K x D x b x block_size x num_blocks. In int8: D + 4 instead of D x b, and with native
-                     operators up to four times the 4 bytes if K is not a multiple of 4. With latent
+    KV cache         2 x L x K x D x b x block_size x num_blocks. In int8: D + 4 (a scale) instead of D x b. Scales of
+                     native operators are repeated up to four times if K is not a multiple of 4. With latent
                      attention: L x (kv_lora_rank + qk_rope_head_dim) x b x block_size x num_blocks
     gathered blocks  native operators with an int8 KV cache: one layer's blocks of the largest step, as integers and as
                      floats (``gathered_bytes`` in ``rank_memory.py``)
