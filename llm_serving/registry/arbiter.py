@@ -44,8 +44,8 @@ class Arbiter:
     def make_room(self, name: str, need: Need, claims: Sequence[Claim]) -> list[Claim]:
         """Returns the claims that must end before the model ``name`` can be started, usually none.
 
-        Chooses the least recently used claims, and no more than necessary. Raises ModelMemoryError with the numbers if
-        the memory of all claims that may sleep is not enough.
+        Chooses the least recently used claims, and no more than necessary. Raises ModelMemoryError if the memory of all
+        claims that may sleep is not enough. The error text states the needed bytes and the limit.
         """
         chosen: list[Claim] = []
         for claim in sorted((each for each in claims if each.may_sleep), key=lambda each: each.last_used):

@@ -48,8 +48,8 @@ class LargeBodies:
     """Returns the memory of large request bodies to the operating system. Only the event loop's thread may use it.
 
     The limits of ``limit_free_memory`` do not suffice. If the address space of the process is short, the C library
-    takes large blocks from the heap of a thread. A small block behind them then keeps the end of this heap in use. Each
-    thread may have its own heap, so the server would keep the memory of a body for several threads.
+    takes large blocks from the heap of a thread. A small block behind them then keeps the heap from becoming smaller.
+    Each thread may have its own heap, so several heaps could each keep the memory of a large body.
     """
 
     def __init__(self) -> None:

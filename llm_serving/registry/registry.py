@@ -26,8 +26,8 @@ from llm_serving.telemetry.log import EventLog
 V = TypeVar("V")
 
 RETRY_FAILED_S = 15.0
-"""Seconds after a failed start for which requests for the model are refused. The first request after this time starts
-the model again.
+"""After a failed start, requests for the model are refused for this number of seconds. The first request after this
+time starts the model again.
 """
 _UNKNOWN_START_S = 10.0
 """Value of ``Retry-After``, in seconds, for a model that was never started."""

@@ -171,7 +171,7 @@ class _Reload(Generic[V]):
                 is_main=model.is_main,
             )
         except (LLMServingError, OSError) as error:
-            problem = str(error)  # not the error: its traceback keeps the engine of the new version in memory
+            problem = str(error)  # only the text: the error's traceback would keep the new engine in memory
         finally:
             del transitions.starting[model.name]
         if problem is not None:

@@ -113,7 +113,7 @@ class HandOverDesk:
         """Processes the changes of hand-overs after a replica has lost its agents.
 
         A request that was about to load its blocks at this replica loads them at another replica, if a pool still has
-        the blocks. A request that may have killed the agents does not.
+        the blocks. But if the request may have killed the agents, it is computed again.
         """
         if not self._split.pools.is_shared:
             for lease in self._leases:
@@ -157,10 +157,10 @@ class HandOverDesk:
     def hand_over(self, entry: Entry, now: float) -> None:
         """Gives a request, which must be in no queue, to the least loaded decode replica whose pool has its blocks.
 
-        If no pool of a decode replica has them, gives it to the least loaded decode replica.
+        If no pool of a decode replica has them, chooses the least loaded decode replica. A transfer then sends the
+        blocks to its pool, and the replica gets the request after the transfer.
 
-        If the blocks are not in the pool of this replica, a transfer begins, and the request follows after its end. If
-        no replica is ready, the request goes back to the queue. If all copies are lost, the request is computed again.
+        If no replica is ready, the request goes back to the queue. If all copies are lost, it is computed again.
         """
         live, lease = [one for one in self._replicas if one.is_live], entry.lease
         assert lease is not None
@@ -277,7 +277,10 @@ class HandOverDesk:
 
 
 def _may_reload(entry: Entry, change: HandOverChange) -> bool:
-    """Returns True if the pool still has the blocks of a request whose decode replica was lost."""
+    """Returns True if a request whose decode replica was lost may load its blocks at another replica.
+
+    A pool must still have the blocks, and the request must not be a suspect (a request that may have killed an agent).
+    """
     lease = entry.lease
     has_copy = lease is not None and lease.is_complete and lease.holders and lease.blocks == change.blocks
     return bool(has_copy) and not entry.request.is_suspect

@@ -224,7 +224,7 @@ class Placer:
             return self._choose(entry, self._candidates(entry, others, {})) is not None
         if replica.role is Role.PREFILL:
             return False  # long prompts may wait there
-        # With roles, other replicas may have capacity, but not for this prompt. After a recall, it would come back.
+        # With roles, other replicas may have capacity, but not for this prompt. A recalled prompt would return here.
         _, choice = self._choose_role(entry, live, {}, may_probe=False)
         return choice is not None and choice[0] is not replica
 
@@ -238,7 +238,7 @@ class Placer:
 
     def _note_blocked(self, entry: Entry, live: list[RoutedReplica], candidates: list[Candidate], now: float) -> None:
         """Records why no replica can start the request: the steps are full, or batch rows or blocks are missing. The
-        request's receipt shows this reason.
+        request's receipt (its list of times) shows this reason.
         """
         capacities = [replica.scheduler.capacity() for replica in live]
         reason = BlockReason.BLOCKS

@@ -48,8 +48,8 @@ class Canary:
     async def run(self) -> None:
         """Runs the prompt now, and then after each interval or when the engine asks for it. Never returns.
 
-        If the server releases its nodes while it is idle, it runs the prompt only after each start of agents. With
-        regular runs, the server would never be idle.
+        If the server releases its nodes while it is idle, the prompt runs only after each start of agents. With regular
+        runs, the server would never be idle.
         """
         wanted = self._engine.canary_wanted
         while True:

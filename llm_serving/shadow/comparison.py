@@ -1,8 +1,8 @@
 """Compares the log-probabilities of two models for the same answers, and recommends whether to promote the candidate.
 
 Both models score the tokens of an answer of the main model. Each predicts every token from the prompt and the preceding
-tokens of the answer. So a difference at one token does not change the context of later tokens. Answers with random
-sampling can be compared as well.
+tokens of the answer. So a difference at one token does not change the context of later tokens, and answers with random
+sampling can also be compared.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ async def score(engine: AsyncEngine, answer: ServedAnswer) -> ScoredAnswer:
     """Returns the score of an answer. Cancel the call to abort it.
 
     Raises RequestError if the prompt has images, or if the engine refuses it, for example because it is too long.
-    Raises EngineFailedError.
+    Raises EngineFailedError if the engine did not score the whole answer.
     """
     if answer.has_images:
         # The request's salt includes a digest of its images. Scoring without the images would put wrong blocks into the

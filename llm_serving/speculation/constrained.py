@@ -15,8 +15,9 @@ from llm_serving.speculation.places import place_of
 class Draft:
     """Guesses of a sequence's next tokens.
 
-    ``matches`` says where each token comes from. A number from 2 to 8 is the length of an earlier match that the token
-    followed. The larger numbers are constants of ``llm_serving.speculation.costs``, for example ``FORCED``.
+    ``matches`` says where each token comes from. A number n from 2 to 8: the last n tokens before the draft also occur
+    earlier in the text, where the draft followed them. The larger numbers are constants of
+    ``llm_serving.speculation.costs``, for example ``FORCED``.
     """
 
     token_ids: list[int] = field(default_factory=list)

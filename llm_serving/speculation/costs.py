@@ -10,12 +10,12 @@ FORCED = 9
 MODEL = 10
 """Used as the match length of a draft that the draft model made."""
 SEEN = 11
-"""Used as the match length of a draft that followed at its place of the grammar the last time (``Places``)."""
+"""Used as the match length of a token that was sampled last at the same place of the grammar (``Places``)."""
 REPEATED = 12
-"""Used as the match length of a draft that followed at its place of the grammar the last two times."""
+"""Used as the match length of a token that was sampled the last two times at the same place of the grammar."""
 OF_GRAMMAR = frozenset({FORCED, SEEN, REPEATED})
-"""Match lengths of drafts that follow from a grammar. Their chance is estimated from these drafts of all requests, and
-not from the other drafts of the same request.
+"""Match lengths of drafts that follow from a grammar. The probability that they are right is estimated from all
+requests' drafts of this kind, and not from the other drafts of the same request.
 """
 _NEW = 0.2
 """Weight of a new measurement in a running mean."""

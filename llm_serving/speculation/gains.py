@@ -43,7 +43,7 @@ class Gains:
 
 
 def _least_slopes(values: list[float]) -> list[float]:
-    """Returns the least slope of the lines from each value, except the last one, to a later value.
+    """Returns for each value, except the last one, the least slope of a line from this value to a later one.
 
     These are the slopes of the lower convex hull, which the monotone chain algorithm (Andrew, 1979) finds.
     """

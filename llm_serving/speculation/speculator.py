@@ -38,17 +38,17 @@ _NO_DRAFT = Draft()
 
 @dataclass(slots=True)
 class _Track:
-    """The current draft of one request, and the facts from which its next drafts are made."""
+    """The current draft of one request, and the data from which its next drafts are made."""
 
     request: Request
     index: SuffixIndex
     """Finds earlier occurrences of the request's last tokens. The tokens that followed them become the draft."""
     shared: Places
     """For each place of a grammar, the token that was sampled there last. All requests with the same cache salt share
-    this object. ``Places`` explains the word.
+    this object. ``Places`` explains what a place is.
     """
     places: Places = field(default_factory=Places)
-    """The same for the tokens of this request alone."""
+    """Like ``shared``, but only for the tokens of this request."""
     chance: OwnChance = field(default_factory=OwnChance)
     """The fraction of right drafts among those that ``index`` found."""
     num_known: int = 0
@@ -74,7 +74,7 @@ class _Track:
 
     @property
     def num_guessed(self) -> int:
-        """Number of tokens in the draft. If the request has a constraint, the last one may lack its mask."""
+        """Number of tokens in the draft. If the request has a constraint, the last token may lack its mask."""
         return len(self.draft.token_ids)
 
     def note_place(self, place: int | None, token_id: int) -> None:
@@ -197,7 +197,7 @@ class Speculator:
                 track.builder = None  # frees the copy of the constraint
 
     def _use_of(self, step: ScheduledStep, requests: Iterable[Request]) -> StepUse:
-        """Returns how a step used the draft model. ``requests`` are those that got tokens, which no track has yet."""
+        """Returns how a step used the draft model. ``requests`` got tokens that their tracks do not have yet."""
         use = StepUse()
         entries = Counter(step.requests) if step.num_drafts else Counter[Request]()
         for request in requests:

@@ -91,5 +91,5 @@ class StepGroups:
         groups.append(step)
 
     def all(self) -> Sequence[StepGroup]:
-        """Returns the groups until now. The engine thread may add further steps meanwhile."""
+        """Returns the present groups. The engine thread may add further steps meanwhile."""
         return tuple(self._groups)

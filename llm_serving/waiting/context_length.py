@@ -11,7 +11,7 @@ def max_output_tokens(request: Request, limits: SchedulerLimits) -> int:
     """Returns the maximum number of output tokens of a request: ``max_tokens``, or fewer if the context has less space
     after the prompt.
 
-    Raises ContextLengthError if the request can never be served. The error's text shows the numbers.
+    Raises ContextLengthError if the request can never be served. The error text states the limit.
     """
     prompt = len(request.prompt_token_ids)
     if prompt < 1:

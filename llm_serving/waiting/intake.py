@@ -44,8 +44,8 @@ class Intake(Stateful):
         self.has_tenants = False
         """True once a request has named a tenant. Before that, all requests belong to the tenant "" (empty name)."""
         self.line = WaitingLine()
-        """Remembers why the first waiting request could not start. The receipts of the waiting requests show this
-        reason.
+        """Remembers why the first waiting request could not start. The receipts (lists of times) of the waiting
+        requests show this reason.
         """
         self._limits = limits
         self._preempted: KeyedHeap[Sequence] = KeyedHeap()

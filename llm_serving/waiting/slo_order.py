@@ -144,7 +144,7 @@ class SloOrder(QueueOrder):
 
     def first_of(self, tenants: Iterable[str], now: float) -> Sequence | None:
         """Returns the next sequence of the light keys ``tenants`` among the requests on time, or None. Leaves out keys
-        that have had more than ``LIGHT_CREDIT`` more service than another tenant.
+        whose counter exceeds the least counter by more than ``LIGHT_CREDIT``.
 
         Also returns None if late requests wait and none of them was among the last ``2 * LATE_SHARE - 1`` starts. Then
         a late request must start next.
