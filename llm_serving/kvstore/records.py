@@ -37,7 +37,9 @@ class RecordHeader:
     """Digest of everything on which the content depends, except the tokens (``identity.py``)."""
     key: BlockKey
     generation: int
-    """Number of the server run that wrote the record, from 1. It is 0 in a shared folder and in a session file."""
+    """Number of the server run that wrote the record, from 1. In a shared folder, it is the number of the writer
+    (``distrust_marks.py``). It is 0 in a session file.
+    """
     content_bytes: int
     content_checksum: int
 
