@@ -9,12 +9,12 @@ from pathlib import Path
 from llm_serving.cluster.messages import LINK_VERSION, Program
 from llm_serving.config import Config
 from llm_serving.ipc.messages import PROTOCOL_VERSION
+from llm_serving.model.source_files import sample_digest
 from llm_serving.version import __version__
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("llm_serving", "agent")
 _MODEL_FILES = ("*.safetensors", "*.gguf", "*.ckpt", "*.bin", "*.json")
-_SAMPLE_BYTES = 1 << 20
 MAX_MODEL_FILES = 4096
 
 
@@ -80,8 +80,4 @@ def _describe_all(place: Path, prefix: str) -> dict[str, str]:
 
 def _describe(file: Path) -> str:
     size = file.stat().st_size
-    with file.open("rb") as opened:
-        sample = hashlib.sha256(opened.read(_SAMPLE_BYTES))
-        opened.seek(max(0, size - _SAMPLE_BYTES))
-        sample.update(opened.read(_SAMPLE_BYTES))
-    return f"{size} bytes, digest {sample.hexdigest()[:16]}"
+    return f"{size} bytes, digest {sample_digest(file, size)[:16]}"

@@ -32,10 +32,15 @@ def files_fingerprint(place: Path | None) -> str:
     return hashlib.sha256(json.dumps(describe_files(place)).encode()).hexdigest()
 
 
-def _describe(file: Path) -> list[object]:
-    found = file.stat()
+def sample_digest(file: Path, num_bytes: int) -> str:
+    """Returns a digest of the first and the last megabyte of a file with ``num_bytes`` bytes. Raises OSError."""
     with file.open("rb") as opened:
         sample = hashlib.sha256(opened.read(_SAMPLE_BYTES))
-        opened.seek(max(0, found.st_size - _SAMPLE_BYTES))
+        opened.seek(max(0, num_bytes - _SAMPLE_BYTES))
         sample.update(opened.read(_SAMPLE_BYTES))
-    return [file.name, found.st_size, found.st_mtime_ns, sample.hexdigest()]
+    return sample.hexdigest()
+
+
+def _describe(file: Path) -> list[object]:
+    found = file.stat()
+    return [file.name, found.st_size, found.st_mtime_ns, sample_digest(file, found.st_size)]

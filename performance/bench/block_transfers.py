@@ -7,7 +7,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from queue import Queue
@@ -76,6 +76,12 @@ def alternate(actions: dict[str, Callable[[], None]], rounds: int) -> dict[str, 
     return {name: median(times) for name, times in seconds.items()}
 
 
+def print_rates(kind: str, rates: Mapping[str, float], base: str) -> None:
+    """Prints a table of rates in GB/s. The last column has the ratio of each rate to the rate of ``base``."""
+    rows = [[name, f"{rate:.2f}", f"{rate / rates[base]:.2f}"] for name, rate in rates.items()]
+    print(format_table([kind, "GB/s", f"of {base}"], rows))
+
+
 def transfer_rates(sizes: TransferSizes, part: str, key: ClusterKey | None) -> Results:
     """Compares a transfer between two pools over the loopback address with a bare socket.
 
@@ -135,8 +141,7 @@ def pool_rates(sizes: TransferSizes, key: ClusterKey) -> Results:
         raise TransferBenchmarkError("the blocks that were read differ from those that were written")
     rates = {name: sizes.num_blocks * sizes.block_bytes / one / GIGA for name, one in seconds.items()}
     print(f"host blocks of a node: {sizes.num_blocks} of {sizes.block_bytes} bytes, loopback address, TLS 1.3")
-    rows = [[name, f"{rate:.2f}", f"{rate / rates['bare socket']:.2f}"] for name, rate in rates.items()]
-    print(format_table(["transfer", "GB/s", "of a bare socket"], rows))
+    print_rates("transfer", rates, "bare socket")
     return {
         "pool_write_gb_s": rates["write"],
         "pool_read_gb_s": rates["read"],
@@ -206,8 +211,7 @@ def _transfer_rates(
     rates = {name: num_bytes / one / GIGA for name, one in seconds.items()}
     how = (", TLS 1.3" if key is not None else "") + ("" if carriers[0] is FRAMES else ", contents by Mooncake")
     print(f"transfers of {num_bytes / 1e6:.1f} MB over the loopback address{how}")
-    rows = [[name, f"{rate:.2f}", f"{rate / rates['bare socket']:.2f}"] for name, rate in rates.items()]
-    print(format_table(["transfer", "GB/s", "of a bare socket"], rows))
+    print_rates("transfer", rates, "bare socket")
     return rates
 
 

@@ -51,6 +51,7 @@ from performance.bench.block_transfers import (
     alternate,
     mooncake_rates,
     pool_rates,
+    print_rates,
     transfer_rates,
 )
 from performance.load.endpoint import Endpoint
@@ -144,8 +145,7 @@ def _timed_copies(options: argparse.Namespace) -> Results:
     rates = {name: num_bytes / one / GIGA for name, one in seconds.items()}
     rates["hand-over (to and from)"] = hand_over = num_bytes / (seconds["to pool"] + seconds["from pool"]) / GIGA
     print(f"copies of {num_bytes / 1e6:.1f} MB in {count} blocks, threads: {options.threads}")
-    rows = [[name, f"{rate:.2f}", f"{rate / rates['memcpy']:.2f}"] for name, rate in rates.items()]
-    print(format_table(["copy", "GB/s", "of memcpy"], rows))
+    print_rates("copy", rates, "memcpy")
     return {
         "memcpy_gb_s": rates["memcpy"],
         "one_buffer_gb_s": rates["memcpy of one buffer"],
