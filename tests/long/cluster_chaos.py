@@ -8,11 +8,13 @@ faults: agents and nodes are killed and stopped, links are cut or carry nothing,
 With ``--ray``, Ray places the nodes, and its raylets are killed and stopped, too. With ``--roles``, the first replica
 has the role ``prefill`` and the others have ``decode``, so the blocks of most prompts travel between nodes. With
 ``--mooncake``, Mooncake moves their contents, and its process on a node is killed, too. With ``--tiers``, the replicas
-have KV tiers in host memory and in a folder. With ``--nodes-per-replica``, each replica has agents on several nodes.
+have KV tiers in host memory and in a folder. At the end, the agents of all replicas are killed, and the blocks of
+a prompt must come from the folder. With ``--nodes-per-replica``, each replica has agents on several nodes.
 
 Prints a line for each fault with the seconds until the server noticed it, and until all replicas were ready again. The
 last line is JSON. Exits with 1 after an error in an answer, a wrong text, or a loss that was noticed after more than
-3 s. Also exits with 1 if a process or shared memory is left. The same seed repeats the order of the faults.
+3 s. Also exits with 1 if no blocks have moved, or if a process or shared memory is left. The same seed repeats the
+order of the faults.
 """
 
 from __future__ import annotations
@@ -30,13 +32,16 @@ from typing import Any
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
-from support.chaos_load import ChaosLoad  # noqa: E402
+from support.chaos_load import COMPLETIONS, ChaosLoad  # noqa: E402
 from support.cluster_rigs import OwnNodes, RayRig  # noqa: E402
 from support.server_process import ServerProcess, running_server, shm_entries  # noqa: E402
 
 DETECTION_S = 3.0
 RECOVERY_S = 240.0
 WARM_UP_S = 2.0
+NUM_LONG_PROMPTS = 10
+MIN_BLOCKS = 7
+"""Minimum number of whole blocks of a long prompt."""
 WITHOUT_LOSS = ("drained", "raylet stopped", "mooncake killed")
 """Faults after which no agent is lost."""
 
@@ -113,15 +118,14 @@ def run(server: ServerProcess, rig: OwnNodes | RayRig, arguments: argparse.Names
             # fault.
             assert load.pause(RECOVERY_S), "a client waits for its response without end"
             load.resume()
+    num_read, num_wrong = read_the_folder(server, rig) if arguments.tiers else (0, 0)
     errors = [answer.error for answer in load.answers if answer.error]
-    wrong = sum(not load.is_equal(answer) for answer in load.answers)
+    wrong = sum(not load.is_equal(answer) for answer in load.answers) + num_wrong
     for error in errors[:20]:
         print(f"  error: {error}")
     info = server.wait_until_idle()
-    hand_overs, tiers = info.get("hand_overs", {}), [each["kv_tiers"] for each in info["replicas"] if arguments.tiers]
-    has_moved = not arguments.roles or hand_overs["completed"] > 0
-    hits = {name: sum(each["hits"][name] for each in tiers) for name in ("host", "ssd")}
-    has_moved = has_moved and (not arguments.tiers or hits["ssd"] > 0)
+    hand_overs, hits = info.get("hand_overs", {}), tier_hits(info) if arguments.tiers else {}
+    has_moved = (not arguments.roles or hand_overs["completed"] > 0) and (not arguments.tiers or num_read > 0)
     has_leaked = bool(hand_overs) and hand_overs["pool_free_blocks"] != hand_overs["pool_blocks"]
     is_good = not errors and not wrong and not late and load.num_hung == 0 and has_moved and not has_leaked
     return {
@@ -129,6 +133,54 @@ def run(server: ServerProcess, rig: OwnNodes | RayRig, arguments: argparse.Names
         "answers": len(load.answers), "errors": len(errors), "wrong": wrong, "late": late, "hung": load.num_hung,
         "hand_overs": hand_overs, "tier_hits": hits, "pids": pids, "pass": is_good,
     }  # fmt: skip
+
+
+def read_the_folder(server: ServerProcess, rig: OwnNodes | RayRig) -> tuple[int, int]:
+    """Sends long prompts, kills the agents of all replicas, and sends the prompts again until a block comes from the
+    folder. Returns the number of these blocks, and the number of wrong texts.
+
+    The faults alone need not cause a read. While one replica lives, the router may send each long prompt to it, because
+    its prefix cache has the blocks. Also, a node that starts agents compares its weights with the server's before it
+    takes blocks, and prompts are computed meanwhile.
+    """
+    num_written = written_blocks(server)
+    prompts = [f"{number} foxes. " + "Once upon a time there was a fox. " * 12 for number in range(NUM_LONG_PROMPTS)]
+    texts = [text_of(server, prompt) for prompt in prompts]
+    wait_until(lambda: written_blocks(server) >= num_written + MIN_BLOCKS * len(prompts))
+    before, num_lost = tier_hits(server.wait_until_idle()), len(server.events("agent_lost"))
+    cluster = server.get("/v1/cluster")
+    for node in cluster["nodes"]:
+        if node["state"] == "used":
+            rig.inject("agent killed", node)
+    wait_until(lambda: len(server.events("agent_lost")) >= num_lost + len(cluster["replicas"]))
+    wait_until(lambda: all_ready(server))
+    num_read = num_wrong = 0
+    for prompt, text in zip(prompts, texts, strict=True):
+        time.sleep(WARM_UP_S)
+        num_wrong += text_of(server, prompt) != text
+        num_read = tier_hits(server.wait_until_idle())["ssd"] - before["ssd"]
+        if num_read:
+            break
+    print(f"all agents killed: {num_read} blocks came from the folder", flush=True)
+    return num_read, num_wrong
+
+
+def text_of(server: ServerProcess, prompt: str) -> str:
+    body = {"prompt": prompt, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+    text: str = server.post(COMPLETIONS, body)["choices"][0]["text"]
+    return text
+
+
+def written_blocks(server: ServerProcess) -> int:
+    """Returns the number of blocks in the folder. All replicas have the same folder."""
+    blocks: int = server.get("/server_info")["engine"]["replicas"][0]["kv_tiers"]["disk"]["blocks"]
+    return blocks
+
+
+def tier_hits(info: dict[str, Any]) -> dict[str, int]:
+    """Returns the blocks that all replicas have got from each KV tier. ``info`` is the engine's part of /server_info.
+    """
+    return {name: sum(each["kv_tiers"]["hits"][name] for each in info["replicas"]) for name in ("host", "ssd")}
 
 
 def inject(server: ServerProcess, rig: OwnNodes | RayRig, kind: str, rng: random.Random) -> float | None:
