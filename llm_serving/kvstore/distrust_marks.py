@@ -29,6 +29,8 @@ class DistrustMarks:
         """``folder`` must exist."""
         self._folder = folder / _FOLDER
         self._marked: frozenset[int] = frozenset()
+        self.are_known = False
+        """True if the last call of ``look`` could read the marks. Otherwise no block may be used."""
         self._sources: set[int] = set()
         """The writers of the blocks that this machine has read since its last doubt."""
         self.own = _new_writer()
@@ -47,7 +49,12 @@ class DistrustMarks:
         try:
             names = os.listdir(self._folder)
         except FileNotFoundError:  # no machine has made a mark
+            self.are_known = True
             return False
+        except OSError:
+            self.are_known = False
+            raise
+        self.are_known = True
         self._marked = frozenset(filter(None, map(_writer_of, names)))
         has_doubt = not self._sources.isdisjoint(self._marked)
         if has_doubt:

@@ -115,8 +115,10 @@ class SharedFolder:
 
     def read(self, place: Place, key: BlockKey) -> bytes | None:
         """Returns the content of a block. Returns None if its file was removed, is damaged, holds another block, or is
-        of a writer that other machines distrust.
+        of a writer that other machines distrust. Also returns None while the marks of other machines cannot be read.
         """
+        if not self._marks.are_known:
+            return None
         path = place.segment.path
         try:
             with path.open("rb") as file:
@@ -277,7 +279,7 @@ class SharedTier(FileTier):
         """Reads the marks of other machines. If this machine may use wrong blocks, raises ``num_doubts`` and wakes the
         engines.
         """
-        with contextlib.suppress(OSError):  # blocks of a folder that cannot be read are not used either
+        with contextlib.suppress(OSError):  # while the marks cannot be read, each read of a block is a miss
             if isinstance(self._last, SharedFolder) and self._last.has_doubt():
                 self.num_doubts += 1
                 self._on_problem(

@@ -204,6 +204,25 @@ def test_a_mark_that_cannot_be_made_is_tried_again(tmp_path):
     assert [each.has_doubt() for each in (theirs, ours, theirs)] == [False, False, True]
 
 
+def test_while_the_marks_cannot_be_read_every_block_is_a_miss(tmp_path, monkeypatch):
+    ours, theirs = shared(tmp_path), shared(tmp_path)
+    theirs.append(key(1), content(1))
+    ours.scan()
+    place = ours.find(key(1).chained_hash)
+
+    def fail(path):
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "listdir", fail)
+        with pytest.raises(PermissionError):
+            ours.has_doubt()
+        assert ours.read(place, key(1)) is None
+    assert place.segment.path.exists(), "the block may be good"
+    assert not ours.has_doubt()
+    assert (ours.read(place, key(1)), ours.num_rejected) == (content(1), 0)
+
+
 def test_after_a_distrust_a_machine_neither_reads_nor_writes_for_some_time(tmp_path):
     """Meanwhile, machines that have read its blocks distrust their own ones."""
     now = [100.0]
