@@ -53,7 +53,7 @@ class NodeState(enum.Enum):
 
 
 class NodeError(RequestError):
-    """A command about a node contradicts the state of the pool, for example because no node has the name."""
+    """A command about a node does not fit the state of the pool, for example because no node has the stated name."""
 
     status = 409
     code = "node_conflict"

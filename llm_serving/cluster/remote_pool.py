@@ -261,7 +261,7 @@ class RemotePool:
     ) -> None:
         """Writes the ``blocks`` that are not in ``written`` yet, and appends each one for which the node has replied.
 
-        ``sent`` is not empty when the node may have received a content.
+        ``sent`` is a list that is not empty once the node may have received the content of a block.
         """
         rest = blocks[len(written) :]
         sent[:] = rest

@@ -92,8 +92,8 @@ def _read_files(config: Config) -> dict[str, str]:
 def _open_pool(config: Config, owned: ExitStack) -> NodePool:
     """Returns the pool of nodes for the settings of ``config``. The pool connects to its nodes.
 
-    Several versions of a model may share one pool. Each version closes its ``owned`` at its end. When the last one has
-    done so, the pool is closed.
+    Several versions of a model may share one pool. Each version closes its ``owned`` at its end. The last version
+    closes the pool with it.
 
     Raises ConfigError if the cluster key, an address or the package of Ray is missing or wrong.
     """

@@ -28,10 +28,12 @@ class Head:
     kind: str
     """Kind of the head: ``EAGLE`` or ``MTP``. It is the value of ``speculative_config.method``."""
     layers: tuple[int, ...]
-    """Numbers of the model's layers whose output the draft head reads. It joins these hidden states in this order."""
+    """Numbers of the model's layers whose output the draft head reads. The head joins these hidden states in this
+    order.
+    """
     hidden_size: int
     vocab_size: int
-    """``hidden_size`` and ``vocab_size`` are those of the model, not of the head."""
+    """``hidden_size`` and ``vocab_size``: sizes of the model, not of the head."""
     shares_output: bool = False
     """Whether an MTP layer uses the model's embedding as its output layer."""
 

@@ -66,7 +66,8 @@ _TOKENIZER_FILES = (
 """Pairs of a tokenizer type and its file in a model folder, the preferred one first."""
 _CPU_BLOCK_SIZE = 16
 _AUTO_STEP_TOKENS = 2048
-"""Maximum number of tokens of a step for ``seq_length: [auto]``. It keeps activations small if the context is long."""
+"""Maximum number of tokens of a step for ``seq_length: [auto]``. The limit keeps activations small for long contexts.
+"""
 _ASCEND_BLOCK_SIZES = (128, 64, 32, 16)
 """Block sizes that the Ascend's PagedAttention supports, the preferred one first. vllm-mindspore also uses 128."""
 _ASCEND_BLOCK_ELEMENTS = 16_384
@@ -404,7 +405,7 @@ class Resolver:
         self._notes.append(f"{self._raw.error(key, value, problem)}; the model folder wins, as --set named it")
 
     def _end_token(self, stated: int | None, shape: ModelShape) -> int | None:
-        """Returns the end token of the YAML, or None to use those of the model folder.
+        """Returns the end token of the YAML, or None if the end tokens of the model folder apply.
 
         If ``--set`` names the model folder, the YAML's end token is for another model and is not used.
         """

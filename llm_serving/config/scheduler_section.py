@@ -8,8 +8,8 @@ from llm_serving.config.model_section import MAX_SEQS, MAX_TOKENS
 from llm_serving.config.schema import MAX_SECONDS, own
 
 SNAPSHOTS_PER_SEQUENCE = 4
-"""Default number of state snapshots (linear attention) for each sequence that can run. One of them is for the running
-sequence, and the others are for prompts and conversations that later requests may continue."""
+"""Default number of state snapshots (linear attention) for each sequence that can run. One snapshot is for the running
+sequence. The other ones are for prompts and conversations that later requests may continue."""
 MAX_SNAPSHOTS = 1 << 20
 
 

@@ -2,7 +2,7 @@
 
 A layer with linear attention has a state for each sequence instead of keys and values. Swapping a sequence would lose
 its state, so preempted sequences are computed again instead. The prefix cache works with snapshots of states.
-Speculative decoding works, because the agent can undo changes of a state. Its methods ``eagle`` and ``mtp`` are
+Speculative decoding works, because the agent can undo changes of a state. But its methods ``eagle`` and ``mtp`` are
 refused.
 """
 

@@ -46,8 +46,8 @@ class AgentExecutor:
     ``listeners`` has the listening socket of each of the replica's agents, in order of rank. Each agent writes its log
     to ``agent_RANK.log`` in ``log_folder``. If ``start_group`` is given, it starts agents on other machines, and
     ``listeners`` are not used. ``hand_over_names`` are the names of the agents' hand-over pools, in order of rank. They
-    are empty without hand-over pools. ``tiles`` is the memory with the tiles of images, which all replicas share. The
-    caller closes it. It is None if the model reads no images.
+    are empty without hand-over pools. ``tiles`` is the memory with the tiles of images, or None if the model reads no
+    images. All replicas share this memory, and the caller closes it.
     """
 
     def __init__(

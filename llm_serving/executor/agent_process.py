@@ -133,9 +133,9 @@ class ModuleProcess:
     closed.
 
     ``pipe_option`` is the option that gives the process the number of the pipe's descriptor. The output of the process
-    goes to the file ``log_path``. ``rotation`` limits its size. ``environment`` extends the server's environment.
-    ``launch`` starts the process. If the process cannot be started, raises AgentStartError with ``name`` in the
-    message.
+    goes to the file ``log_path``. ``rotation`` limits the size of this file. ``environment`` extends the server's
+    environment. ``launch`` starts the process. If the process cannot be started, raises AgentStartError with ``name``
+    in the message.
     """
 
     def __init__(

@@ -112,7 +112,7 @@ class Executor(Protocol):
         """
 
     def distrust(self, check: str, reason: str, step: int | None = None) -> None:
-        """Restarts the agents, because a self-check outside of the executor failed. ``poll`` then reports the loss."""
+        """Restarts the agents, because a self-check outside of the executor failed. ``poll`` reports ``AgentLost``."""
 
     def publish_masks(self, seq: int, masks: Sequence[npt.NDArray[np.uint32]]) -> None:
         """Gives the agents the masks of a submitted step, in the order of ``ScheduledStep.constrained``.

@@ -26,7 +26,7 @@ and the pairs. A pair consists of a prompt token and a token that its attention 
 class StepForecast:
     """Learns from completed steps how long steps take, and predicts the time of other steps.
 
-    The sizes of a step are read from its step slot. Its time is in its result, as the agents have measured it.
+    The sizes of a step come from its step slot. The time of a step comes from its result, in which the agents state it.
     Steps of unusual size, and steps that also move blocks or encode images, are not predicted.
 
     The cost model gives each prompt token the same time. But a token late in a prompt attends to more earlier tokens,

@@ -1,6 +1,6 @@
 """The step slots of a group of agents: writes scheduled steps into free slots and reads the results of completed steps.
 
-Inputs that do not change from one step to the next are kept, and not computed again for each step.
+Keeps the inputs that do not change from one step to the next, so that they are not computed for each step.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def request_facts(request: Request) -> dict[str, Any]:
 
 
 def make_request(facts: dict[str, Any], prompt: list[int] | None) -> Request:
-    """Creates a request from its recorded facts.
+    """Creates a request from ``facts``, the recorded map that ``request_facts`` returned.
 
     ``prompt`` has the pseudonyms of the prompt's tokens, or is None if the recording has no pseudonyms.
     """

@@ -56,8 +56,8 @@ class Tag(enum.IntEnum):
     TIME = 0
     """Sets the engine time of the calls in the following records. Field: this time."""
     ADD = 1
-    """A call of ``add_request``. Fields: number of the request, its facts (a map), prompt pseudonyms?, name of the
-    error?."""
+    """A call of ``add_request``. Fields: number of the request, the map of ``request_facts``, prompt pseudonyms?, name
+    of the error?."""
     SCHEDULE = 2
     """A call of ``schedule``. Fields: encoded step?, wake-up time?, counts after the call?. The counts are None if they
     have not changed since the latest step.

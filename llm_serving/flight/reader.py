@@ -29,7 +29,7 @@ class Added:
     """Engine time in seconds. If the call itself has no time, the time of the latest call that has one."""
     number: int
     facts: dict[str, Any]
-    """Lengths, times and parameters of the request, as ``request_facts`` of ``facts.py`` returns them."""
+    """Lengths, times and parameters of the request: the map that ``facts.request_facts`` returned."""
     prompt: list[int] | None
     """Pseudonyms of the prompt's tokens, or None if the recording has none."""
     refusal: str | None

@@ -20,7 +20,7 @@ MAX_YAML_DEPTH = 32
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """A PyYAML loader that refuses duplicate keys with different values, and deep nesting. It checks them before it
+    """A PyYAML loader that refuses duplicate keys with different values, and deep nesting. Both checks run before it
     creates objects.
     """
 

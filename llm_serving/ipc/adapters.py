@@ -123,7 +123,7 @@ class AdapterMemory(NamedSegment):
         self._digest = b""
 
     def read_from(self, file: BinaryIO) -> bool:
-        """Replaces the content by that of a file. Returns False if the file has another size. Raises OSError."""
+        """Replaces the content by the bytes of a file. Returns False if the file has another size. Raises OSError."""
         self._digest = b""
         count = 0
         with memoryview(self._mapping) as view:

@@ -33,8 +33,8 @@ class HostPool(Protocol):
 
     @property
     def blocks_at_once(self) -> int:
-        """Number of blocks that a caller with many blocks should read or write in one call. It limits the memory of a
-        call. It is 1 if several blocks in one call take as long as several calls.
+        """Number of blocks that a caller with many blocks should read or write in one call. The number limits the
+        memory of a call. It is 1 if one call with several blocks takes as long as several calls.
         """
 
     def read(self, blocks: Sequence[int]) -> list[bytes]:

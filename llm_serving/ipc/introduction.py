@@ -51,7 +51,7 @@ def introduce(link: socket.socket, magic: bytes, secret: bytes, facts: bytes) ->
 
 
 def admit(link: socket.socket, magic: bytes, secret: bytes, problem_of: Callable[[bytes], str]) -> bytes:
-    """Does the receiver's part of the introduction and returns the sender's facts.
+    """Does the receiver's part of the introduction. Returns the sender's ``facts``, which describe its memory.
 
     ``problem_of`` checks the facts. It returns an error text, or an empty text if the facts are right. Raises OSError
     if the connection breaks. If the proof or the facts are wrong, sends the error text to the sender and raises

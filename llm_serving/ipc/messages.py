@@ -1,8 +1,8 @@
 """All messages between server and agent.
 
-A message names a step slot and a sequence number. It never contains an array. Messages are MessagePack maps with a
-``type`` field, decoded against these classes. An unknown type, an unknown field or a wrong value is a
-``ProtocolError``.
+A message about a step has the numbers of the step and of its slot. The arrays of the step are in the slot. Messages are
+MessagePack maps with a ``type`` field, decoded against these classes. An unknown type, an unknown field or a wrong
+value is a ``ProtocolError``.
 
     server                                agent
       | <------------------- Challenge -----|   a nonce

@@ -280,7 +280,7 @@ class StepSlot:
     def __init__(self, layout: SlotLayout, buffer: memoryview | mmap.mmap | bytearray, offset: int = 0) -> None:
         self.layout = layout
         self.arrays: dict[str, npt.NDArray[Any]] = {}
-        """All fields by name. It also has the columns of sampling parameters, for which there are no attributes."""
+        """All fields by name, including the columns of sampling parameters, for which there are no attributes."""
         for field in layout.fields:
             array: npt.NDArray[Any] = np.frombuffer(
                 buffer, dtype=field.dtype, count=field.capacity, offset=offset + layout.offsets[field.name]

@@ -204,7 +204,9 @@ class Experts:
 
 
 GENERATOR, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
-"""Endings of architecture names: of a model that generates text, and of the same network as a classifier."""
+"""Endings of architecture names. A model that generates text has the first ending, the same network as a classifier the
+second.
+"""
 
 
 def family_of(fields: TypedFields) -> Family:

@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 from llm_serving.errors import UnknownFormatError
 
 AUTO = "auto"
-"""Value of ``weight_format`` and ``kv_format``. It means the checkpoint's format, else ``model_config.model_dtype``."""
+"""Value of ``weight_format`` and ``kv_format``. It stands for the checkpoint's format or, if there is none, for
+``model_config.model_dtype``.
+"""
 GROUP_SIZES = (32, 64, 128)
 """Numbers of inputs that may share a scale when float weights are rounded to integers."""
 GROUP_SIZES_TEXT = f"{', '.join(map(str, GROUP_SIZES[:-1]))} or {GROUP_SIZES[-1]}"

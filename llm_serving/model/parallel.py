@@ -77,7 +77,7 @@ class Shard:
     vocab: Span
     """The rank's token ids: rows of the output layer, and of the embedding if it is divided."""
     vocab_stride: int
-    """Number of vocabulary rows of each rank. Only the last rank may have fewer rows. It pads its logits to this
+    """Number of vocabulary rows of each rank. Only the last rank may have fewer rows, and pads its logits to this
     number.
     """
     layers: Span

@@ -174,7 +174,7 @@ class ImageProcessing:
     """Limits of a tile's number of pixels if tiles have any size and the whole image is one tile. Otherwise 0."""
 
     def max_tiles(self, image_size: int) -> int:
-        """Returns the maximum number of tiles of an image. ``image_size`` is that of the ``VisionShape``."""
+        """Returns the maximum number of tiles of an image. ``image_size`` is ``VisionShape.image_size``."""
         if not image_size:
             return 1
         per_side = -(-self.longest_edge // image_size)
@@ -210,7 +210,7 @@ QWEN_TEXT = "qwen2_5_vl_text"
 
 
 def read_vision(fields: TypedFields, vocab_size: int, text_hidden: int, text_type: str) -> VisionShape:
-    """Returns the sizes of the vision encoder. ``fields`` are those of the whole ``config.json``.
+    """Returns the sizes of the vision encoder. ``fields`` has the whole ``config.json``.
 
     ``text_hidden`` is the hidden size of the text model, and ``text_type`` its ``model_type``. Raises the error class
     of ``fields`` for values that are wrong or not supported. The defaults of absent keys are those of transformers.

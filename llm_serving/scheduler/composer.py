@@ -122,7 +122,7 @@ class StepComposer(Stateful):
         return step or self.send_decode(sequences, reason)
 
     def _columns(self, sequences: list[Sequence]) -> DecodeBatch:
-        """Returns the columns of a decode step: those of the last decode step if its batch was the same."""
+        """Returns the columns of a decode step. If the last decode step had the same batch, reuses its columns."""
         batch, changes = self._batch, self._state.running.num_changes
         if batch is None or changes != self._batch_changes or batch.sequences != sequences:
             batch = self._batch = DecodeBatch.of(sequences)

@@ -96,7 +96,7 @@ def _num_held_tokens(running: RunningSet, block_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """A scheduler's free capacity and its waiting requests. From these numbers, the router forecasts whether a request
+    """A scheduler's free capacity and its waiting requests. With these numbers, the router forecasts whether a request
     can start.
 
     The forecast can be wrong: batching mode, admission control and policy may keep a request waiting even if there is

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class RoutedScheduler:
     """Adds and removes requests that a router places, and exchanges messages about hand-overs with the router.
 
-    ``HandOvers`` describes the hand-overs. If replicas have no roles, there are no hand-overs.
+    ``block_moves.hand_overs`` describes hand-overs. There are none if replicas have no roles.
     """
 
     _lifecycle: Lifecycle

@@ -117,7 +117,7 @@ class SchedulerLimits:
     splits_adapters: bool = False
     """True if all running requests have the same LoRA adapter. A request with another adapter waits until they end."""
     light_keys_first: bool = True
-    """True if requests of tenants with few requests start before those of tenants with many, see ``light_keys``."""
+    """True if requests of tenants with few requests start before requests of tenants with many, see ``light_keys``."""
     ttft_objective: float = 2.0
     """Seconds from arrival to first token, for requests without an own objective."""
     tbt_objective: float = 0.2

@@ -91,10 +91,10 @@ class Sequence:
     handed_blocks: list[int] = field(default_factory=list)
     """Blocks of the hand-over pool for the sequence's computed tokens."""
     num_handed: int = 0
-    """Number of handed blocks that completed steps have copied. Stays above 0 while the sequence has these blocks."""
+    """Number of blocks of a hand-over that completed steps have copied. Above 0 while the sequence has these blocks."""
     last_chosen: int = 0
-    """Number of the last choice by which ``StepComposer._choose`` chose this sequence for a decode step. A decode step
-    that cannot have all decoding sequences gets those with the smallest numbers.
+    """Number of the last choice of ``StepComposer._choose`` that included this sequence. If a decode step cannot have
+    all decoding sequences, it has the sequences with the smallest numbers.
     """
 
     def __post_init__(self) -> None:
