@@ -182,7 +182,7 @@ class AgentLostTwiceError(EngineFailedError):
     """
 
     TEXT = "the request lost its agent twice at the same place, the second time alone, so it is not computed again"
-    """The error of this request in ``RequestOutput.error``."""
+    """The text in ``RequestOutput.error`` that reports this error."""
 
     @classmethod
     def or_failure(cls, error: str | None) -> EngineFailedError:

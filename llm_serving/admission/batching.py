@@ -25,7 +25,7 @@ class _NoBatching(BatchingMode):
 
 
 class _StaticBatching(BatchingMode):
-    """Static batching: the requests that wait when no request runs form a batch. Later requests wait until it ends.
+    """Static batching: when no request runs, the waiting requests form a batch. Later requests wait until it ends.
 
     A batch has at most ``batch_size`` requests, and fewer if too few batch rows or blocks are free. A finished request
     returns its output immediately. Its batch row then stays empty and costs no computation.

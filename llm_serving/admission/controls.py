@@ -69,8 +69,8 @@ class RouterAdmission(Admission):
     def may_start(self, candidate: Sequence, running: Iterable[Sequence], page_use: float, version: int = -1) -> bool:
         """Returns True if ``candidate`` may join the running sequences, in O(n log n) for n running sequences.
 
-        The maximum number of tokens that the sequences will hold together changes only when one starts or stops. Until
-        then, a refusal of the same candidate is repeated without a new computation.
+        The maximum number of tokens that the sequences will hold together changes only when a sequence starts or stops.
+        Until then, a refusal of the same candidate is repeated without a new computation.
         """
         attempt = (candidate, version, self.max_total_tokens)
         if version >= 0 and attempt == self._refused:

@@ -36,7 +36,7 @@ class SloStarts(Stateful):
 
     * Less than half of the blocks and less than half of the usable batch rows are in use.
     * No request has arrived for the duration of an objective.
-    * ``SloOrder`` has reserved the start: every ``LATE_SHARE``-th start is that of a late request.
+    * ``SloOrder`` has reserved the start: every ``LATE_SHARE``-th start is for a late request.
     """
 
     STATE = ("_credit", "_num_started", "_num_left", "_holds_back")

@@ -19,7 +19,7 @@ class Conversation:
     history: list[Message] = field(default_factory=list)
 
     def with_question(self, text: str) -> list[Message]:
-        """Returns all messages, with the question ``text`` as the last one. The history is not changed."""
+        """Returns all messages, followed by the question ``text``. Does not change the history."""
         first = [{"role": "system", "content": self.system}] if self.system else []
         return [*first, *self.history, {"role": "user", "content": text}]
 

@@ -354,7 +354,7 @@ class AsyncEngine:
 
         Each step of the search is a request whose prompt is the search's prompt plus the tokens of a beam. The length
         of the prompt plus ``max_tokens`` must therefore not exceed the maximum prompt length. ``constraint`` says which
-        tokens may follow in each beam. Raises the errors of ``open``, and EngineFailedError if the engine fails.
+        tokens may follow in each beam. Raises the same errors as ``open``, and EngineFailedError if the engine fails.
         """
         sampling = SamplingParams(max_tokens=params.max_tokens, temperature=0.0)
         whole = self._requests.make(request_id, prompt_token_ids, sampling, arrival_time, scheduling)

@@ -14,8 +14,8 @@ from llm_serving.request import TokenLogits
 class _Tree:
     """The tokens of all beams of one search. Beams that begin with the same tokens share them.
 
-    The tokens and their alternatives are in arrays. If they were Python objects, the end of a search would free all of
-    them in one call. Garbage collections would visit them, too (see ``LogitColumns``).
+    The tokens and their alternatives are in arrays and not in Python objects. So the end of a search frees them
+    quickly, and garbage collections need not visit them (see ``LogitColumns``).
     """
 
     def __init__(self, num_top: int) -> None:

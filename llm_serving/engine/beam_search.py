@@ -51,7 +51,7 @@ class BeamSearchParams:
     """Parameters of a beam search.
 
     ``width + len(end_token_ids)`` must not exceed ``MAX_TOP_LOGITS``, the number of candidates that a step can return.
-    So at least ``width`` candidates are no end tokens, and the search can continue with ``width`` beams.
+    So at least ``width`` candidates are not end tokens, and the search can continue with ``width`` beams.
     """
 
     width: int

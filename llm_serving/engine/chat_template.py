@@ -1,8 +1,8 @@
 """Chat templates: Jinja programs that turn messages into a prompt. They run as in Hugging Face transformers.
 
 A template comes with the model and is not trusted. It runs in Jinja's immutable sandbox and cannot load anything.
-``template_sandbox`` bounds its time and its memory. If user text spells a special token, the tokenizer reads it as that
-token, as in transformers (see ``docs/http_api.md``).
+``template_sandbox`` bounds its time and its memory. If a user's text contains the text of a special token, the
+tokenizer makes the special token of it, as in transformers (see ``docs/http_api.md``).
 """
 
 from __future__ import annotations

@@ -237,8 +237,8 @@ class EngineCore:
     ) -> list[Replica]:
         """Returns the replicas that may be able to schedule a new step.
 
-        These are the replicas with an event, a due wakeup or news of their KV tiers. ``has_only_added`` depends on the
-        commands that came:
+        These are the replicas with an event, a due wakeup or news of their KV tiers. ``has_only_added`` states which
+        commands came:
 
         * None: no commands.
         * True: new requests and no other commands. The result also has one replica with a free step slot. The router

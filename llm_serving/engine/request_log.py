@@ -58,9 +58,9 @@ class RequestLog:
 def met_objectives(request: Request, timings: RequestTimings) -> Mapping[str, bool]:
     """Returns for each objective of a request (``ttft``, ``tbt``) whether it was met. ``both`` is True if all were met.
 
-    ``tbt`` is met if the mean time between the request's tokens keeps the objective. A request that failed or missed
-    its deadline has met no objective. The result is empty if the request has no objectives or the client closed the
-    connection. Goodput counts the requests for which ``both`` is True (DistServe, Zhong et al. 2024).
+    ``tbt`` is met if the mean time between the request's tokens is within the objective. A request that failed or
+    missed its deadline has met no objective. The result is empty if the request has no objectives, or if the client
+    closed the connection. Goodput counts the requests for which ``both`` is True (DistServe, Zhong et al. 2024).
     """
     client_left = request.finish_reason is FinishReason.ABORT and not _missed_deadline(request)
     if client_left or (request.ttft_objective is None and request.tbt_objective is None):

@@ -194,7 +194,7 @@ class _Charges(jinja2.visitor.NodeTransformer):
     def visit_Compare(self, node: jinja2.nodes.Compare) -> jinja2.nodes.Node:  # noqa: N802
         self.generic_visit(node)
         if any(operand.op in ("in", "notin") for operand in node.ops):
-            node.expr = self._charged(node.expr)  # a dictionary look-up computes the hash of the key
+            node.expr = self._charged(node.expr)  # because a look-up in a dictionary computes the hash of this value
         for operand in node.ops:
             if operand.op in ("in", "notin") or not (_is_constant(node.expr) or _is_constant(operand.expr)):
                 operand.expr = self._charged(operand.expr)

@@ -28,7 +28,7 @@ _LINGER_MS = 200
 _COLLECT_MS = 20
 """Milliseconds for which the thread collects changes before it sends them as one batch."""
 _QUIET_ROUNDS = 50
-"""Number of rounds of ``_COLLECT_MS`` without a change before the thread sleeps until the next change.
+"""After this number of rounds of ``_COLLECT_MS`` without a change, the thread sleeps until the next change.
 
 Waking this thread costs time in the engine thread. So this thread sleeps only if changes are rare.
 """

@@ -18,7 +18,7 @@ FORMATS = (ARRAY, MAP)
 MEDIUM = "GPU"
 """Value of the field ``medium`` for device memory. The format uses this value for every kind of device."""
 HASH_BYTES = 8
-"""Number of last bytes of a hash that are published as an integer. This is also vLLM's default."""
+"""Number of bytes at the end of a hash that are published as an integer. This is also vLLM's default."""
 
 
 class Event(msgspec.Struct, gc=False):

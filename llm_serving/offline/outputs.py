@@ -25,8 +25,8 @@ class OutputChoice:
     stop_reason: str | int | None
     """The stop string or stop token id that ended the text. None if the text ended for another reason."""
     logprobs: dict[str, Any] | None
-    """Log-probabilities, or None if they were not requested. The form is that of the HTTP endpoint: of
-    ``/v1/completions`` for ``generate``, and of ``/v1/chat/completions`` for ``chat``.
+    """Log-probabilities, or None if they were not requested. For ``generate``, they have the form of
+    ``/v1/completions``, and for ``chat``, the form of ``/v1/chat/completions``.
     """
     message: dict[str, Any] | None
     """Message of a chat: ``content``, ``tool_calls`` and ``reasoning_content``, as in OpenAI's API. None for

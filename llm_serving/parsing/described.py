@@ -22,7 +22,7 @@ def describe_tools(
     """Returns messages that have only the roles system, user and assistant.
 
     The system message describes the tools. Earlier calls become part of the assistant's text. Results of tools become
-    messages of the user. A result with images has them in the field ``parts``.
+    messages of the user. If a result has images, they are in the field ``parts`` of its message.
     """
     plain: list[Message] = []
     in_results = False

@@ -5,7 +5,7 @@ all sequences that can decode. The differences are:
 
 Budget
     The policy learns the cost of a step (``StepCostModel``) and gives prompts only the tokens that they need. It
-    chooses the first sufficient of three paces:
+    chooses the first of these three paces that suffices:
 
     1. Prompts get the tokens that ``chunked`` gives them, or fewer if a decoding sequence would miss its objective.
        With more tokens, sequences might still meet their objectives, but readers would notice the slower output.

@@ -36,7 +36,7 @@ from llm_serving.version import __version__
 MAX_TOKENS = 1 << 20
 """A session file with up to this number of tokens is read, even if this model's sequences are shorter.
 
-So the import can fail with a more useful reason than the length, for example that the file is of another model.
+So the error can state a more useful reason than the length, for example that the file belongs to another model.
 """
 _SHOWN_CHARS = 80
 _FACTS_OF_THE_MODEL = ("shape", "model_type")

@@ -49,7 +49,7 @@ class LossReports:
 
 
 class DroppedLines:
-    """Counts the lines of all logs of this process that were not written, by reason."""
+    """Counts the lines that the logs of this process did not write, by reason."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -230,7 +230,7 @@ class Metrics:
     def step(self, step: ScheduledStep, result: StepResult, seconds: float, detokenise_seconds: float) -> None:
         """Counts a step whose result arrived ``seconds`` after the step was sent.
 
-        ``detokenise_seconds`` is the time in which its tokens became text.
+        ``detokenise_seconds`` is the time that it took to convert the step's tokens to text.
         """
         duration, size, tokens = self._step[step.kind.value]
         duration.observe(seconds)

@@ -22,7 +22,7 @@ class Phase(enum.IntEnum):
     PREFILL = 1
     """The phase from the first scheduled step to the first token."""
     DECODE = 2
-    """The phase from the first token to the last token, without PREEMPTED, SWAPPED and RESTARTED."""
+    """The phase from the first token to the last token, except while the request is in one of the next three phases."""
     PREEMPTED = 3
     """The phase from a preemption with recompute to the next token. The request waits, and its tokens are computed
     again."""
@@ -57,7 +57,7 @@ class BlockReason(enum.Enum):
 
 
 class WaitingLine:
-    """Measures how long the first request of a queue could not start, for each reason. Each queue has one object.
+    """Measures, for each reason, how long the first request of a queue could not start. Each queue has one object.
 
     The receipts of all requests in the queue include this time, because all of them wait behind the first one.
     """
@@ -66,7 +66,7 @@ class WaitingLine:
 
     def __init__(self) -> None:
         self.blockers: tuple[str, ...] = ()
-        """Ids of the requests because of which the first request could not start at the last attempt."""
+        """Ids of the requests that prevented the first request from starting at the last attempt."""
         self._reason: BlockReason | None = None
         self._since = 0
         self._blocked_us: dict[BlockReason, int] = {}
@@ -172,8 +172,8 @@ class Receipt:
     def unblocked(self, now: float) -> None:
         """Records that the request is no longer blocked, because it starts.
 
-        This method is for a preempted request that starts again: its phase does not change until its next token. For
-        other requests, ``enter`` records the end of the blocking.
+        Call this method for a preempted request that starts again, because its phase does not change until its next
+        token. For other requests, ``enter`` records that they are no longer blocked.
         """
         self._close_block(microseconds(now))
 
@@ -231,8 +231,8 @@ class Receipt:
             return
         self.blocked_us = self._blocked_in_lines(now_us)
         self._line, self._joined_at, self._blocked_before = None, {}, {}
-        # A request without noted blockers was never the first of the queue. The requests that blocked the first one
-        # have then blocked this request, too.
+        # A request without recorded blockers was never the first of the queue. It waited behind the first request, so
+        # it gets the blockers of the first request.
         if self.blocked_us and not self._blockers:
             for request_id in line.blockers:
                 self._note_blocker(request_id)

@@ -1,8 +1,8 @@
 """Defines and computes latency statistics, for the load test (client side) and the log analysis (server side).
 
-start              time at which the request's first byte was written (client) or read (server). So the server's
-                   latencies do not include the network. If the load test sends a request too late, this delay is not
-                   in the latencies, but reported separately
+start              time at which the client wrote, or the server read, the request's first byte. So the server's
+                   latencies do not include the network. If the load test sends a request too late, the latencies do
+                   not include this delay, which is reported separately
 ttft               time to first token: start to the first output, read (client) or written to the socket (server)
 tpot               time per output token: (last output - first output) / (output tokens - 1); none for fewer than 2
 tbt                time between tokens: one value for every two consecutive pieces of a response

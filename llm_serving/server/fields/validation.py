@@ -45,7 +45,7 @@ class RequestModel(BaseModel):
 
 
 class StrictModel(RequestModel):
-    """A request body whose fields must have the right JSON type: no number in a string, no 1 for true."""
+    """A request body whose fields must have the right JSON type: ``"1"`` is not a number, and 1 is not true."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 

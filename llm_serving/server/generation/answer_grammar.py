@@ -36,8 +36,8 @@ async def answer_constraint(
 ) -> ConstraintSource | None:
     """Returns an object that makes the constraint of each choice, or None if any text is allowed.
 
-    ``tools`` are the request's fields of tools and reasoning, and ``fields`` those of structured output. Raises
-    RequestError if their constraints cannot be combined.
+    ``tools`` has the request's fields about tools and reasoning. ``fields`` has its fields about structured output.
+    Raises RequestError if their constraints cannot be combined.
     """
     wanted = wanted_grammar(fields)
     has_parts = plan is not None and (plan.tools is not None or plan.reasoning is not None)

@@ -38,7 +38,7 @@ from llm_serving.shadow.scoring import answer_of
 OPEN_TOKENS = 32768
 """After passing this number of prompt tokens to the engine, a request lets the event loop run other tasks."""
 OPEN_OVERHEAD_TOKENS = 1024
-"""Fixed time for passing a sequence to the engine. The unit is the time for one prompt token."""
+"""Fixed cost of passing a sequence to the engine, as the number of prompt tokens that take the same time."""
 
 POOLED_APIS = ("embeddings", "rerank", "score", "classify")
 """Names of the endpoints whose responses have pooled results instead of text."""

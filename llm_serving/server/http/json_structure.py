@@ -25,7 +25,7 @@ class JSONStructure:
     num_keys: int
     """Number of keys of all objects. A repeated key counts each time."""
     brackets: bytes
-    """All brackets in their order. Braces are written as square brackets."""
+    """All brackets and braces of the text in their order. Braces are replaced by square brackets."""
 
     def is_deeper_than(self, depth: int) -> bool:
         """Returns whether containers are nested deeper than ``depth``. Returns False if brackets do not match."""

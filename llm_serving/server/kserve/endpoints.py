@@ -162,7 +162,7 @@ def _head(request: Request, request_id: str | None) -> dict[str, Any]:
 
 
 class GenerateExtensionEvents:
-    """Formats the events of ``generate_stream``: each has new text, and the last one the finish reason."""
+    """Formats the events of ``generate_stream``. Each event has new text. The last event has the finish reason."""
 
     def __init__(self, generation: Generation, head: dict[str, Any]) -> None:
         self._generation, self._head = generation, head

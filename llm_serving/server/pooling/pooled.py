@@ -71,7 +71,7 @@ async def pooled_results(
 
 
 def finished(vector: Vector, dimensions: int | None, *, normalises: bool) -> Vector:
-    """Returns the first ``dimensions`` values of ``vector``, or all values for None.
+    """Returns the first ``dimensions`` values of ``vector``, or all values if ``dimensions`` is None.
 
     If ``normalises`` is True, the result is scaled to a Euclidean length of 1.
     """

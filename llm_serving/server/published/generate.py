@@ -218,7 +218,7 @@ class GenerateEvents:
         return b"data:" + reply.body() + b"\n\n"
 
     def _token_events(self, piece: RequestOutput, first_index: int, last: dict[str, Any]) -> bytes:
-        """Returns an event for each token of a piece. The text of the whole piece is in the event of its last token."""
+        """Returns an event for each token of a piece. The event of the last token has the text of the whole piece."""
         parameters = self._parameters
         entries: Sequence[TokenLogits | None] = piece.logits or (None,)
         events: list[bytes] = []

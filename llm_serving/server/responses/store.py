@@ -34,7 +34,7 @@ class StoredResponse:
     """A response and its conversation, all as JSON."""
 
     body: Sequence[bytes]
-    """The response in pieces. Long pieces are the same ``bytes`` objects as those sent to the client, not copies."""
+    """The response in pieces. Long pieces are not copied: they are the ``bytes`` objects that the client was sent."""
     messages: bytes
     """The messages of the conversation. The last one is the answer."""
     items: Sequence[StoredItem]

@@ -33,7 +33,7 @@ MAX_TRANSFERS = 4
 MEDIA_TYPE = "application/octet-stream"
 _POLL_S = 0.1
 _MAX_POLLS = 300
-"""Maximum number of polls, one every ``_POLL_S``, in which an import waits for the digests of the weights.
+"""An import polls every ``_POLL_S`` for the digests of the weights, at most this number of times.
 
 The server and its nodes must first have read their weights. A longer wait would end with status 408, because the body
 must arrive within ``MESSAGE_TIMEOUT_S``.
