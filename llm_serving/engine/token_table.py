@@ -103,8 +103,8 @@ _ALPHABET = _byte_level_alphabet()
 class TokenTable:
     """Maps token ids to bytes. Entries are computed on first use. Threads may share a table.
 
-    ``piece(id)`` returns the vocabulary entry, or None outside the vocabulary. ``added`` maps the ids of added tokens,
-    also special ones, to their literal text. ``special`` has the ids of the tokens that are omitted with
+    ``piece(id)`` returns the vocabulary entry, or None outside the vocabulary. ``added`` maps the ids of added tokens
+    to their literal text. These include special tokens. ``special`` has the ids of the tokens that are omitted with
     ``skip_special_tokens``.
     """
 

@@ -169,8 +169,8 @@ class SentencePieceTokenizer(Tokenizer):
     """Reads ``tokenizer.model`` through sentencepiece, with the added tokens of ``tokenizer_config.json``.
 
     As in transformers' LlamaTokenizer, a text is first divided at the added tokens. Sentencepiece then encodes the
-    parts between them. It puts the mark of a new word before each part, or with ``legacy: false`` only at the start of
-    the text.
+    parts between them, and puts the mark of a new word before each part. With ``legacy: false``, only the start of the
+    text gets this mark.
     """
 
     def __init__(self, files: TokenizerFiles, eos_token_ids: Sequence[int] = ()) -> None:

@@ -2,8 +2,8 @@
 
 The PUB socket sends ``[topic, sequence number, payload]``. The ROUTER socket repeats earlier batches: a request ``[b"",
 first sequence number]`` gets ``[b"", sequence number, payload]`` for each batch that is still in memory, and at the end
-``[b"", END, b""]``. A sequence number has 8 bytes in big-endian order. The messages are the same as vLLM's, so its
-subscribers understand them.
+``[b"", END, b""]``. A sequence number has 8 bytes in big-endian order. The messages are the same as vLLM's, so programs
+that subscribe to vLLM understand them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Encodes events as MessagePack, in the formats that vLLM publishes.
 
-A batch of events is an array ``[time, events, replica]``. There are two formats of an event. ``array``: an array that
-begins with the event's name, as vLLM published until June 2026. ``map``: a map with the event's name under ``type``, as
-vLLM has published since then (vllm-project/vllm, pull request 42892).
+A batch of events is an array ``[time, events, replica]``. In the format ``array``, an event is an array that begins
+with the event's name. vLLM published this format until June 2026. In the format ``map``, an event is a map with the
+event's name under ``type``. vLLM has published this format since then (vllm-project/vllm, pull request 42892).
 """
 
 from __future__ import annotations

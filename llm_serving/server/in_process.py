@@ -39,8 +39,8 @@ async def call_handler(
 
     ``path`` is the path of the endpoint. ``headers`` are further headers, with names in lower case. ``more`` are
     further members of the ASGI scope, for example the ``Visit`` of an API key. If the request asks for a stream, the
-    result is the text of all its events. If the call is cancelled, its sequences are aborted. Raises LLMServingError,
-    as the handler does.
+    result is the text of all its events. If the call is cancelled, its sequences are aborted. Raises LLMServingError if
+    the handler raises it.
     """
     scope: Scope = {
         "type": "http",
