@@ -179,9 +179,9 @@ class Request:
     cache_salt: bytes = b""
     """Part of the hashes of the prefix cache. Requests with different salts share no blocks."""
     ttft_objective: float | None = None
-    """Objective for the time to the first token, in seconds. None for the config's objective."""
+    """Objective for the time to the first token, in seconds. None means the objective in the config."""
     tbt_objective: float | None = None
-    """Objective for the time between two tokens, in seconds. None for the config's objective."""
+    """Objective for the time between two tokens, in seconds. None means the objective in the config."""
     deadline: float | None = None
     """A request without a first token at this time is dropped (``FinishReason.ABORT``)."""
     num_cached_tokens: int = 0

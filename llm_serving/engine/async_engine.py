@@ -212,7 +212,7 @@ class AsyncEngine:
         Before the error, makes the engine start agents on nodes, so that a later attempt of the client can succeed.
         """
         expected_s = self.wake_s
-        if left_s is not None and expected_s and expected_s > left_s:  # with ready agents (0 s), the scheduler decides
+        if left_s is not None and expected_s and expected_s > left_s:  # if agents are ready (0 s), never refuses here
             self._core.submit(WakeNodes())
             raise ModelUnavailableError(
                 f"No node has agents of the model now. Until one is ready, it takes about {expected_s:.1f} s; the "

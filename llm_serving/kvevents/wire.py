@@ -2,7 +2,8 @@
 
 A batch of events is an array ``[time, events, replica]``. In the format ``array``, an event is an array that begins
 with the event's name. vLLM published this format until June 2026. In the format ``map``, an event is a map with the
-event's name under ``type``. vLLM has published this format since then (vllm-project/vllm, pull request 42892).
+event's name under ``type``. This is the format that vLLM has published since then (vllm-project/vllm, pull request
+42892).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class BlockStored(Event):
     """Tokens of all blocks."""
     block_size: int
     extra_keys: list[list[str] | None] | None
-    """For each block, a list with the name of its salt. None for a block without a salt of its own."""
+    """For each block, a list with the name of its salt, or None if the block has no salt."""
 
 
 class BlockRemoved(Event):
