@@ -37,7 +37,7 @@ class HandedBlocks:
     """The hand-over pools of a node's present agents: one pool for each agent, in order of rank.
 
     ``descriptor`` becomes readable when a transfer has ended. ``take_sent`` then returns the transfer. Nodes that send
-    blocks here must know ``secret``. Each start of agents has a new secret, so no node sends blocks for earlier agents.
+    blocks here must know ``secret``. Each start of agents has a new secret, so blocks for earlier agents are refused.
     """
 
     def __init__(

@@ -54,8 +54,8 @@ def config_of_node(config: Config, settings: NodeSettings) -> Config:
 
 
 def check_node(config: Config, files: dict[str, str]) -> str | None:
-    """Returns the reason why this machine cannot serve ``config``, or None if it can. ``config`` is from
-    ``config_of_node``.
+    """Returns the reason why this machine cannot serve ``config``, or None if it can. ``config`` must come
+    from ``config_of_node``.
 
     ``files`` describes the model's files on the server. The check compares them with the beginning and the end of each
     file on this machine.

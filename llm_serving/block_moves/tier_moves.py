@@ -213,8 +213,8 @@ class TierMoves(Stateful):
             self._end(load, ok)
 
     def distrust_loads(self) -> None:
-        """Ensures that loads in progress add no blocks to the prefix cache, because the contents may be wrong. Their
-        sequences no longer wait for them.
+        """Ensures that loads in progress add no blocks to the prefix cache, because the contents may be wrong. The
+        sequences that wait for these loads stop waiting.
         """
         for load in (*self._to_load, *self._loading.values()):
             if load[0] is not None:

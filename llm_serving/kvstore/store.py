@@ -99,7 +99,7 @@ class _Waiting:
 
     wanted: WantedBlocks
     hosts: list[int]
-    """One host block for each block that was found, in order. Some have their content, others are being read."""
+    """One host block for each found block, in order. Some have their content, and the disk tier fills the others."""
     transfer: Transfer
     due: float
 

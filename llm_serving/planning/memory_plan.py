@@ -86,7 +86,7 @@ class MemoryPlan:
     """The memory that a deployment needs, item by item, and the memory that is available."""
 
     items: tuple[MemoryItem, ...]
-    """On a CPU: sums over all agents, which share the machine. On Ascends: the device that needs the most memory."""
+    """On a CPU: sums over all agents of the machine. On Ascends: the items of the device that needs the most memory."""
     available_bytes: int | None
     """Bytes of memory that the deployment may use. None if the memory of the device is not known, as for an Ascend
     without ``max_device_memory``. Then every plan counts as fitting.

@@ -308,7 +308,7 @@ def activation_bytes(config: Config, shape: ModelShape) -> int:
         per_token += config.max_model_len // config.dtype_bytes if shape.sinks else 2 * config.max_model_len
     if config.op_table == "native" and shape.sinks:
         # Each token has its own block table of int32: two elements of a 16-bit type for each block. The output of
-        # attention also exists in float32, where each head is multiplied by the share that its sink leaves.
+        # attention also exists in float32, because each head's output is scaled by a factor from its sink.
         per_token += 2 * config.max_blocks_per_seq + 4 * query
     step = config.max_num_batched_tokens * per_token * config.dtype_bytes + _expert_bytes(config, shape)
     return step + copied_cache_bytes(config, shape)

@@ -40,7 +40,7 @@ class HandOverFigures:
 
 
 class PrefillSplit:
-    """The roles of a router's replicas, the hand-over pool, and the threshold from which a hand-over pays."""
+    """The roles of a router's replicas, the hand-over pool, and the prompt length from which a hand-over pays."""
 
     def __init__(
         self,
