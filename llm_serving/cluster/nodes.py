@@ -121,7 +121,7 @@ class NodePool:
         self._wakers.append(wake)
 
     def no_change(self, wake: Callable[[], None]) -> None:
-        """Ends the registration of ``wake`` by ``on_change``."""
+        """Removes ``wake``, which ``on_change`` has registered."""
         self._wakers.remove(wake)
 
     def log_to(self, log: NodeLog) -> None:

@@ -53,7 +53,7 @@ class _StrictLoader(yaml.SafeLoader):
 def _is_same_scalar(first: yaml.Node, second: yaml.Node) -> bool:
     """Returns True if two YAML nodes are equal scalars.
 
-    Duplicate keys with equal values are allowed, because a config of MindSpore llm-serving has one.
+    Duplicate keys with equal values are allowed, because a config of MindSpore llm-serving has a duplicate key.
     """
     scalars = isinstance(first, yaml.ScalarNode) and isinstance(second, yaml.ScalarNode)
     return scalars and (first.tag, first.value) == (second.tag, second.value)

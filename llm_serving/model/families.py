@@ -204,9 +204,7 @@ class Experts:
 
 
 GENERATOR, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
-"""Endings of architecture names. A model that generates text has the first ending, the same network as a classifier the
-second.
-"""
+"""Endings of architecture names: for a model that generates text, and for a classifier with the same network."""
 
 
 def family_of(fields: TypedFields) -> Family:

@@ -90,7 +90,7 @@ class Shard:
     experts: Span | None = None
     """The experts that the rank has. None: all of them."""
     delta_heads: Span = Span(0, 0)
-    """The key heads of linear attention; empty without it. A key head has consecutive value heads."""
+    """The key heads of linear attention; empty without it. Consecutive value heads share a key head."""
 
 
 def place(rank: int, parallel: ParallelConfig) -> RankPlace:

@@ -32,7 +32,7 @@ class MixedComposer(StepComposer):
     STATE = (*StepComposer.STATE, "_num_without_prompts", "_light_streak")
 
     _num_without_prompts = 0
-    """Number of steps since the last prefill step that decoding sequences filled while prompts waited."""
+    """Number of steps that decoding sequences filled while prompts waited, since the last prefill step."""
 
     _light_streak = 0
     """Number of consecutive steps that had only prompts of light keys (tenants with few requests)."""

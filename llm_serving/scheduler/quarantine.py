@@ -1,4 +1,4 @@
-"""Runs requests that may have killed an agent alone, one after the other, until each has proved to be harmless.
+"""Requests that may have killed an agent run alone, one after the other, until each has proved to be harmless.
 
 If an agent is lost, each request of a step in flight becomes a suspect. A suspect may be the cause of the loss, and
 would then kill the next agent, too. While a suspect gets steps of its own, no other step is in flight. Other running
