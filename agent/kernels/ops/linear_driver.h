@@ -20,7 +20,7 @@ constexpr int64_t kBlockRows = 256;
 constexpr int64_t kPieceBytes = 384 << 10;
 // Up to this number of rows, the rows form at most two tall tiles, each with up to kTallRows rows. More rows form three
 // or more tiles of up to kMostRows rows, which are then at least as fast.
-constexpr int64_t kMostTallTilesRows = 16;
+constexpr int kMostTallTilesRows = 16;
 
 // A part of the depth of one panel. `begin` and `end` count steps in PlainForm and groups in GroupedForm.
 struct Piece {
@@ -218,43 +218,53 @@ struct GroupedForm {
   }
 };
 
-// Calls the tile function whose template argument R is `rows`. Only tiles with kLines 1 or 4 may be tall
-// (linear_tiles.h), so the other variants of tall tiles are not compiled.
-template <class Form, int kLines, int R = (kLines == 1 || kLines == 4) ? Form::kTallRows : Form::Step::kMostRows>
+// Calls the tile function whose template argument R is `rows`, which is at least kLeast. Tiles of fewer rows are not
+// compiled.
+template <class Form, int kLines, int kLeast, int R>
 static inline void any_tile(const LinearJob& job, const Piece& piece, int64_t row, int64_t rows, float* sums,
                             const uint8_t* next) {
-  if constexpr (R > 1) {
-    if (rows < R) return any_tile<Form, kLines, R - 1>(job, piece, row, rows, sums, next);
+  if constexpr (R > kLeast) {
+    if (rows < R) return any_tile<Form, kLines, kLeast, R - 1>(job, piece, row, rows, sums, next);
   }
   Form::template tile<R, kLines>(job, piece, row, sums, next);
 }
 
 // Multiplies the weights of one piece (a range of the depth) by the rows of a task. Divides the rows into tiles of
-// nearly the same height.
-template <class Form, class Finish>
+// nearly the same height. If kFetches is true, the tiles prefetch weights.
+template <class Form, bool kFetches, class Finish>
 static inline void piece_rows(const LinearJob& job, const Piece& piece, int64_t row, int64_t rows, float* sums,
                               const Finish& finish) {
-  const bool tall = Form::kTallRows > Form::Step::kMostRows && rows > Form::Step::kMostRows &&
-                    rows <= kMostTallTilesRows;
-  const int64_t tiles = ceil_div(rows, tall ? Form::kTallRows : Form::Step::kMostRows);
+  constexpr int kMost = Form::Step::kMostRows, kTall = Form::kTallRows;
+  // The minimum height of a tile if rows that do not fit one tall tile, or one, two or three other tiles, are divided.
+  constexpr int kLeastOfTwoTall = (kTall + 1) / 2, kLeastOfTwo = (kMost + 1) / 2;
+  constexpr int kLeastOfThree = (2 * kMost + 1) / 3, kLeastOfFour = (3 * kMost + 1) / 4;
+  const bool tall = kTall > kMost && rows > kMost && rows <= kMostTallTilesRows;
+  const int64_t tiles = ceil_div(rows, tall ? kTall : kMost);
   // Number of tiles that prefetch weights. If there are several, each of them prefetches an equal part of the next
   // piece.
-  const int64_t fetching = piece.bytes == 0 ? 0 : tiles >= 4 ? 4 : tiles >= 2 ? 2 : 1;
+  const int64_t fetching = tiles >= 4 ? 4 : tiles >= 2 ? 2 : 1;
   for (int64_t t = 0; t < tiles; ++t) {
     const int64_t begin = rows * t / tiles, count = rows * (t + 1) / tiles - begin, first = row + begin;
-    const uint8_t* next = fetching == 4 ? piece.next + t / 2 * piece.next_half_bytes + t % 2 * (piece.bytes / 4)
-                                        : piece.next + t * piece.next_half_bytes;
     float* tile_sums = sums + begin * kPanelColumns;
-    if (t >= fetching && !tall) {
-      any_tile<Form, 0>(job, piece, first, count, tile_sums, nullptr);
-    } else if (fetching == 1) {
-      any_tile<Form, 4>(job, piece, first, count, tile_sums, nullptr);
-    } else if (fetching == 2 && !tall) {
-      any_tile<Form, 2>(job, piece, first, count, tile_sums, next);
-    // Here each tile prefetches one cache line per step, so four tiles together prefetch the whole next piece. Two tall
-    // tiles are also enough: a tall tile reads a panel in two halves, so it takes twice as many steps.
+    if constexpr (!kFetches) {
+      any_tile<Form, 0, 1, kTall>(job, piece, first, count, tile_sums, nullptr);
+    } else if (tiles == 1) {
+      any_tile<Form, 4, 1, kTall>(job, piece, first, count, tile_sums, nullptr);
+    } else if (tall) {
+      // Two tall tiles prefetch the whole next piece with one cache line per step: a tall tile reads a panel in two
+      // halves, so it takes twice as many steps as other tiles.
+      const uint8_t* next = piece.next + t * piece.next_half_bytes;
+      if constexpr (kTall > kMost) {
+        any_tile<Form, 1, kLeastOfTwoTall, kMostTallTilesRows / 2>(job, piece, first, count, tile_sums, next);
+      }
+    } else if (t >= fetching) {
+      any_tile<Form, 0, kLeastOfThree, kMost>(job, piece, first, count, tile_sums, nullptr);
+    } else if (fetching == 2) {
+      const uint8_t* next = piece.next + t * piece.next_half_bytes;
+      any_tile<Form, 2, kLeastOfTwo, kMost>(job, piece, first, count, tile_sums, next);
     } else {
-      any_tile<Form, 1>(job, piece, first, count, tile_sums, next);
+      const uint8_t* next = piece.next + t / 2 * piece.next_half_bytes + t % 2 * (piece.bytes / 4);
+      any_tile<Form, 1, kLeastOfFour, kMost>(job, piece, first, count, tile_sums, next);
     }
     finish(first, count, tile_sums);
   }
@@ -287,7 +297,7 @@ static void panel_task(const LinearJob& job, int64_t panel, int64_t row, int64_t
                       weights + (last ? job.shape.panel_bytes : end * Form::unit_stride(job.shape)),
                       Form::half_bytes(job.shape, last ? start(1) : start(p + 2) - end),
                       has_adapters ? &adapters : nullptr};
-    piece_rows<Form>(job, piece, row, rows, sums, [&](int64_t first, int64_t count, const float* tile_sums) {
+    piece_rows<Form, true>(job, piece, row, rows, sums, [&](int64_t first, int64_t count, const float* tile_sums) {
       if (last) finish_tile(job, panel, first, count, tile_sums);
     });
   }

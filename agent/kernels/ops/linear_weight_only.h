@@ -234,7 +234,7 @@ struct WeightOnlyForm {
                       nullptr,
                       0,
                       nullptr};
-    piece_rows<PlainForm<Step, kUnpackedTile>>(job, piece, row, rows, sums, nothing);
+    piece_rows<PlainForm<Step, kUnpackedTile>, false>(job, piece, row, rows, sums, nothing);
   }
 };
 
