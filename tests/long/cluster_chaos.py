@@ -148,11 +148,10 @@ def read_the_folder(server: ServerProcess, rig: OwnNodes | RayRig) -> tuple[int,
     texts = [text_of(server, prompt) for prompt in prompts]
     wait_until(lambda: written_blocks(server) >= num_written + MIN_BLOCKS * len(prompts))
     before, num_lost = tier_hits(server.wait_until_idle()), len(server.events("agent_lost"))
-    cluster = server.get("/v1/cluster")
-    for node in cluster["nodes"]:
-        if node["state"] == "used":
-            rig.inject("agent killed", node)
-    wait_until(lambda: len(server.events("agent_lost")) >= num_lost + len(cluster["replicas"]))
+    used = {node["replica"]: node for node in server.get("/v1/cluster")["nodes"] if node["state"] == "used"}
+    for node in used.values():  # the loss of one node of a replica ends all agents of the replica
+        rig.inject("agent killed", node)
+    wait_until(lambda: len(server.events("agent_lost")) >= num_lost + len(used))
     wait_until(lambda: all_ready(server))
     num_read = num_wrong = 0
     for prompt, text in zip(prompts, texts, strict=True):
