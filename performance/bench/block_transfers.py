@@ -35,7 +35,7 @@ Results = dict[str, float]
 
 
 class TransferBenchmarkError(LoadTestError):
-    """Raised if a block arrives with other bytes, or a server refuses a request."""
+    """Raised if the bytes of a received block are wrong, or if a server refuses a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class TransferSizes:
     num_arrays: int
     num_blocks: int
     part_bytes: int
-    """Bytes of a block in one array."""
+    """Number of bytes that a block has in each array."""
     rounds: int
 
     @property
@@ -95,7 +95,7 @@ def transfer_rates(sizes: TransferSizes, part: str, key: ClusterKey | None) -> R
 
 
 def mooncake_rates(sizes: TransferSizes) -> Results:
-    """Compares a transfer whose contents Mooncake reads over TCP with a bare socket, both without TLS."""
+    """Compares the rate of a transfer through Mooncake (over TCP) with the rate of a bare socket. Neither uses TLS."""
     layout = HandOverLayout(sizes.num_arrays, sizes.num_blocks, sizes.part_bytes)
     memories = [HandOverMemory.create(layout) for _ in range(2)]
     readers: list[MooncakeReader] = []
@@ -115,7 +115,7 @@ def mooncake_rates(sizes: TransferSizes) -> Results:
 def pool_rates(sizes: TransferSizes, key: ClusterKey) -> Results:
     """Compares reads and writes of a node's host blocks with a bare socket, all with TLS.
 
-    The blocks are also read and written with a request for each block, which needs a round trip each.
+    Also measures reads and writes with a separate request for each block. Each request then needs a round trip.
     """
     contents = [np.random.default_rng(block).bytes(sizes.block_bytes) for block in range(sizes.num_blocks)]
     blocks, found = range(sizes.num_blocks), list[bytes]()
@@ -179,8 +179,8 @@ def _transfer_rates(
 ) -> dict[str, float]:
     """Sends all blocks of the first pool to the second one, and the same number of bytes through a bare socket.
 
-    ``carriers`` move the contents of the blocks: the first at the sender, the second at the receiver. Prints and
-    returns both rates in GB/s.
+    ``carriers`` are two objects that move the contents of the blocks. The sender uses the first, the receiver the
+    second. Prints and returns both rates in GB/s.
     """
     source, target = pools
     count, block_bytes = source.blocks.shape

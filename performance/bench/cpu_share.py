@@ -1,7 +1,7 @@
 """Measures the processor time of a server's processes and of the client during a run.
 
 A server is a process with its children. Agents of this project are recognised by their command (``python -m agent``).
-All children of another server form one group.
+For a server of another project, all its children form one group.
 """
 
 from __future__ import annotations

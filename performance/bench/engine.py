@@ -55,9 +55,9 @@ class Times:
     """Times of requests that were submitted together, in seconds since their submission."""
 
     first_tokens: list[float] = field(default_factory=list)
-    """Time of each request's first token, in order of arrival."""
+    """Times at which a request received its first token, one for each request, ascending."""
     tokens: list[tuple[float, int]] = field(default_factory=list)
-    """Pairs of a time and the number of tokens that arrived at that time, of all requests."""
+    """Pairs of a time and the number of tokens that arrived at that time. The tokens of all requests count."""
     steps: list[StepTime] = field(default_factory=list)
 
     @property
@@ -71,7 +71,7 @@ class Times:
 
     @property
     def decoded_tokens(self) -> int:
-        """Number of tokens after the last request's first token."""
+        """Number of tokens that arrived after every request had received its first token."""
         return sum(count for when, count in self.tokens if when > self.prefilled)
 
 

@@ -4,9 +4,9 @@ The program starts a real agent and drives scheduler and executor in this proces
 ignored, and prompts are random token ids from a seed. Every figure is the median of --repeats runs after a warm-up run.
 
 A decode row runs --batch prompts of --prompt tokens together and generates --new tokens for each. Its decode rate
-counts the tokens after the last prompt's first token. Its prefill rate and TTFT come from the same run. A prefill row
-runs one prompt and generates one token. If the prompt would exceed the model's limit, it is divided into several
-prompts of equal length.
+counts the tokens that follow after every prompt has its first token. Its prefill rate and TTFT come from the same run.
+A prefill row runs one prompt and generates one token. If the prompt would exceed the model's limit, it is divided into
+several prompts of equal length.
 
 "of ceiling" is the minimum time divided by the measured time. The minimum time of a step is a sum over its operators.
 Each operator takes the longer of two times: reading its data, and computing (performance/bench/roofline.py). "by

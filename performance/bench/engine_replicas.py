@@ -127,7 +127,7 @@ def _engine(
         poll=_InTurn(executors),
     )
     for _ in range(replicas):
-        core.step()  # every replica is ready before the first request, so that each gets its part
+        core.step()  # makes every replica ready before the first request, so that each gets its share
     for index in range(replicas * sequences):
         core.submit(Add(request_of(index, 2 * max_tokens)))
     return core, executors

@@ -100,7 +100,7 @@ def _server(options: argparse.Namespace, settings: list[str], folder: Path) -> A
 
 
 def _prompt(options: argparse.Namespace, number: int) -> list[int]:
-    rng = random.Random(f"session {number}")  # Random(-1) would be Random(1)
+    rng = random.Random(f"session {number}")  # a text, as the seeds -1 and 1 give equal prompts
     return [rng.randrange(FIRST_TOKEN, FIRST_TOKEN + 200) for _ in range(options.tokens)]
 
 

@@ -7,7 +7,7 @@
 2. Transfers over the loopback address. The rate of ``TcpTransport`` is compared with that of a bare socket that sends
    the same bytes. The option ``--parts tls`` measures this with TLS 1.3, which nodes use. The bare socket then has the
    same TLS settings. With ``--parts mooncake``, Mooncake reads the contents of the blocks. This part has no goal.
-3. Host blocks of a node, for KV tiers in folders and for sessions. The rates of reads and writes with TLS 1.3 are
+3. Host blocks of a node, which KV tiers in folders and stored sessions use. Reads and writes with TLS 1.3 are
    compared with a bare socket, and with requests that have only one block each.
 4. Time between tokens. A server with a prefill replica and a decode replica streams the outputs of short prompts, first
    alone and then while long prompts arrive. For comparison, two replicas without roles get the same requests.

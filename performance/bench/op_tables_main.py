@@ -1,8 +1,8 @@
 """Compares two op tables on a CPU: the native one (MindSpore's inference primitives, as on Ascend) and the fused one.
 
 Two engines with real agents, one for each table, run each row alternately, so that the machine's speed is the same for
-both. A row is a decode of --batch prompts of --prompt tokens, or a prefill. It has the time of a step, measured as in
-bench_engine.py. The ratio is the native time divided by the fused time.
+both. A row is a decode of --batch prompts of --prompt tokens, or a prefill. The row has the time of a step, measured as
+in bench_engine.py. The ratio is the native time divided by the fused time.
 
 By default both tables multiply the same types. Native int4 and fused int4_weight_only multiply floats by int4, but
 fused int4 multiplies int8 by int4. --fused-weights selects other weight formats for the fused table. If the two tables

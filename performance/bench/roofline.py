@@ -5,8 +5,8 @@ longer of two times: to read its data, and to do its arithmetic. The minimum tim
 operators:
 
     linear      reads its weights once (values and scales), and does 2 x rows x columns x depth operations. Their rate
-                is the peak rate of int8 dot products for int8 and int4, of bfloat16 dot products for bfloat16 (and for
-                int8 weights with bfloat16 activations), and of float32 multiply-adds otherwise
+                is the peak rate of int8 dot products if the layer quantises its activations (formats int8 and int4).
+                Otherwise it is the peak rate of the activations' type: bfloat16 dot products or float32 multiply-adds
     attention   reads the keys and values of each sequence's context once, and does 4 x pairs x heads x head size
                 operations at the peak rate of the activations' type. A pair is a query and a position that it sees
 

@@ -1,8 +1,8 @@
 """Compares the tokens per second of two servers of the same tree: with speculative decoding and without.
 
 The rounds of the two servers alternate. The texts of both servers must be equal. Three workloads copy from the prompt:
-edit a text, extract from a text, edit code. The others are ordinary chat, JSON by schema, and random text. The random
-text runs at several batch sizes.
+edit a text, extract from a text, edit code. The others are ordinary chat, JSON by schema, and random text. Random text
+is measured at several batch sizes.
 
     python performance/bench_speculation.py
     python performance/bench_speculation.py --rounds 3 --workloads copy chat --json FILE
@@ -53,7 +53,7 @@ ORDERS = [
     "Order 951 of Pierre Dubois, 3 Rue des Fleurs, Lyon: four oak tables at 300 euros. Payment by invoice. Delivery on "
     "Tuesday.",
 ]
-"""Orders with different facts, so that two consecutive responses have few values in common."""
+"""Texts of customer orders. They differ, so that two consecutive responses have few values in common."""
 CODE = """def mean_of_values(values):
     total = 0.0
     count = 0

@@ -59,7 +59,7 @@ SAMPLING_GRAPHS = 2
 SAMPLING_DEVICE, SAMPLING_HOST = 3 / 8, 1 / 3
 """The fraction of a step's time on the device, and of its launch time on the host, that these graphs take together.
 
-On a CPU, each graph needs about 1 ms, which is the least possible time on the device.
+The artificial device really runs each graph on the CPU. This takes about 1 ms, so a shorter time is impossible.
 """
 WORK = {
     STEP: "device computes a step",
@@ -273,8 +273,8 @@ def run_steps(
     options: argparse.Namespace,
     answer_s: float = 0.0,
 ) -> None:
-    """Runs ``number`` decode steps in an agent's worker. Adds the spans of the answers and the second launches to
-    ``measured``. The host needs ``answer_s`` for the result of a step.
+    """Runs ``number`` decode steps in an agent's worker. Adds the spans in which the host handled results, and the
+    number of second launches, to ``measured``. The host needs ``answer_s`` seconds for the result of a step.
     """
     slots = [_slot(config, options) for _ in range(NUM_SLOTS)]
     queue, state = TaskQueue("fcfs", max_steps=NUM_SLOTS), SimpleNamespace(sent=0, done=0, first=0.0)

@@ -48,7 +48,7 @@ class LoadRun:
     model: str
     records: list[RequestRecord]
     start: float
-    """Time 0 of the due times, on the clock of ``perf_counter``."""
+    """The time at which due times begin, on the clock of ``perf_counter``. A due time of 0 is this time."""
     started_at: float
     """Unix time of ``start``."""
     client_cpu_s: float

@@ -18,7 +18,7 @@ from performance.load.endpoint import Endpoint
 from performance.load.timed_socket import TimedSocket
 
 MAX_IDLE_S = 2.0
-"""An idle connection older than this is not reused, because the server may be about to close it."""
+"""A connection that was idle for more than this many seconds is not reused: the server may be about to close it."""
 CONNECT_TIMEOUT_S = 10.0
 
 
@@ -258,7 +258,9 @@ def connect_error_text(error: OSError) -> str:
 
 
 def _stamped(request: bytes) -> bytes:
-    """Adds the header X-Request-Start with the current time to a request, so that the server can measure from it."""
+    """Adds the header X-Request-Start with the current time to a request, so that the server can measure the
+    time since then.
+    """
     return request.replace(b"\r\n", b"\r\nX-Request-Start: t=%.6f\r\n" % time(), 1)
 
 

@@ -21,7 +21,7 @@ the server.
 
 There are four goals. The exit code is 1 if one of them is missed:
 
-  goodput         the goodput under overload is at least 95 % of the peak in the same round: the median of the rounds
+  goodput         in the median round, the goodput under overload is at least 95 % of the peak of this round
   refusals        the 99th percentile of the time to a refusal (429) is at most 20 ms
   light_ttft      the 99th percentile of the light keys' time to first token is at most 1.5 times the value of "alone"
   light_refused   no request of a light key is refused
@@ -77,7 +77,9 @@ QUOTA_SHARE = 0.1
 """Quota per minute of a heavy key, as a fraction of the peak goodput."""
 QUOTA_IN_FLIGHT = 8
 READER = "reader"
-"""A key that sends no load. Its models show whether the server has read the changed key file."""
+"""A key that sends no load. The changed key file denies it all models, so its list of models shows when the server has
+read the file.
+"""
 PEAK_STEPS = (0.85, 1.0, 1.15, 1.3)
 """The request rates that are measured to find the peak of the goodput, as multiples of a first estimate.
 

@@ -61,7 +61,7 @@ KEY_RIGHTS = "admin requests_in_flight=100000 requests_per_minute=1000000 tokens
 
 @dataclass(frozen=True)
 class _Round:
-    """What one server did in one round."""
+    """The measurements of one server in one round."""
 
     cpu_s: float
     output_tokens: int

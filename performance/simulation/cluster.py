@@ -296,7 +296,9 @@ class VirtualCluster(VirtualServer):
     # The following methods call the router and the schedulers, and measure the processor time of each call.
 
     def _call(self, name: str, function: Callable[[], T]) -> tuple[T, float]:
-        """Calls ``function`` and returns its result and processor seconds. The seconds are 0 unless measured."""
+        """Calls ``function`` and returns its result and processor seconds. The seconds are 0 if
+        ``ClusterModel.measures`` is False.
+        """
         if not self._model.measures:
             return function(), 0.0
         begin = time.thread_time()

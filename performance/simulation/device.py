@@ -3,8 +3,8 @@
     step = overhead + max(kernels x launch, busy)
     busy = linear layers + output layer + attention + activations + sampling
 
-    linear layers  max(operations / peak, weight bytes / bandwidth)
-    attention      max(operations of the query-key pairs / peak, bytes of the context's keys and values / bandwidth)
+    linear layers  max(operations / rate, weight bytes / bandwidth)
+    attention      max(operations of the query-key pairs / rate, bytes of the context's keys and values / bandwidth)
     activations    bytes between the operators / bandwidth
     sampling       reading the logits once / bandwidth, plus a fixed time per row
 
@@ -16,7 +16,8 @@ The host launches kernels one after the other while the device runs earlier kern
 (kernels x launch) or device bound (busy), whichever takes longer. The time to move blocks is their bytes divided by the
 bandwidth of the transfer.
 
-All rates are achieved rates and not peaks. A preset states which fraction of the published rate it assumes, and why.
+All rates are those that a device achieves in practice. A preset states which fraction of the published rate it assumes,
+and why.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def comparison_table(runs: Sequence[SimulatedRun]) -> str:
 
 
 def result_json(options: SimulationOptions, runs: Sequence[SimulatedRun], rates: dict[str, Any]) -> dict[str, Any]:
-    """Returns all runs as JSON. ``policies`` has the JSON of each run.
+    """Returns all runs as JSON. The object ``policies`` maps the name of each run to the JSON of the run.
 
     If ``--sweep`` varies settings, the JSON of a run does not list its requests.
     """

@@ -1,4 +1,4 @@
-"""Separate prefill and decode in a simulation: the roles of the replicas, and where the handed blocks are.
+"""Simulates separate prefill and decode: the roles of the replicas, and the nodes that hold the handed blocks.
 
 The real router and schedulers decide on hand-overs. A simulation adds the time of the copies, the transmission of
 blocks between nodes, and the blocks that are lost with a node.
@@ -21,8 +21,8 @@ __all__ = ["HandedBlocks", "simulated_split"]
 def simulated_split(config: Config, limits: SchedulerLimits, num_replicas: int) -> PrefillSplit | None:
     """Returns the roles of ``num_replicas`` replicas. None if every replica does both prefill and decode.
 
-    The roles of the config repeat, and the hand-over pool grows with them. Raises UsageError if ``num_replicas`` is not
-    a multiple of the number of roles.
+    If there are more replicas than roles in the config, the list of roles is repeated. The hand-over pool grows by the
+    same factor. Raises UsageError if ``num_replicas`` is not a multiple of the number of roles.
     """
     parallel = config.parallel_config
     if not parallel.has_roles:

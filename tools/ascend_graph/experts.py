@@ -88,7 +88,7 @@ class ExpertRules:
 
     @property
     def num_group_choices(self) -> int:
-        """Number of ArgMaxWithValue that find the best score of each group of experts."""
+        """Number of ArgMaxWithValue nodes that find the best score in each group of experts."""
         return self._layers if self._router == "TopkExt" else 0
 
     @property
@@ -221,7 +221,9 @@ class ExpertRules:
         return router is not None and self.is_router(router) and self._axis(node) == -1
 
     def _axis(self, node: Node) -> Any:
-        """Returns the second operand of a node, its axis. An axis in a tuple of one is returned alone."""
+        """Returns the axis of a node, which is its second operand. If the axis is a tuple of one number, returns the
+        number.
+        """
         axis = self._wiring.operands(node)[1].value
         return axis[0] if isinstance(axis, tuple) and len(axis) == 1 else axis
 
@@ -348,7 +350,8 @@ class ExpertRules:
             node = self._wiring.node_of(rows)
             assert node is not None, "it was found above"
             rows = self._wiring.operands(node)[0]
-        activation = "Swiglu" if self._experts.activation == "silu" else "Cast"  # ``SinkRules`` checks the other one
+        # ``SinkRules`` checks other activations than Swiglu.
+        activation = "Swiglu" if self._experts.activation == "silu" else "Cast"
         wanted = (activation, 0) if self._place(given["weight"]) == "mlp.down" else ("MoeInitRoutingV2", 0)
         if self._origin(rows)[::2] != wanted:
             yield f"the rows do not come from {wanted[0]}"

@@ -65,7 +65,7 @@ class GemmaRules:
             yield f"the gate is result {half} of SplitWithSize; it must be the first half"
 
     def _product_problems(self, node: Node) -> Iterator[str]:
-        """Yields an error unless the product with a gate has the GELU of one half of a row and the other half."""
+        """Yields an error unless a product with a GELU multiplies the GELU of one half of a row by the other half."""
         factors = self._wiring.operands(node)
         nodes = [node for node in map(self._wiring.node_of, factors) if node is not None]
         gelus = [each for each in nodes if each.primitive == "GeluExt"]

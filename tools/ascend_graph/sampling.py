@@ -1,7 +1,8 @@
 """Checks the graphs that help to sample on a device (``agent/device_sampling``).
 
 ``candidates`` finds the largest logits of each row. ``rows`` copies complete rows of logits. ``draws`` chooses tokens
-among the candidates; devices that launch steps ahead have it, unless agents share the vocabulary.
+among the candidates. Only devices that launch steps ahead have the graph ``draws``, and only if agents do not share the
+vocabulary.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ Result = TypeVar("Result")
 
 
 def examine(host: Host, config_name: str, overrides: Sequence[str]) -> list[Finding]:
-    """Runs all checks and returns their findings in the order of the report. A check that raises gives a finding."""
+    """Runs all checks and returns their findings in the order of the report. An exception in a check becomes a finding.
+    """
     pins = software.pinned_packages((software.ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     others = {name: pin for name, pin in pins.items() if name != "mindspore"}
     findings = [*_guarded(software.check_python), *_guarded(lambda: software.check_packages(others))]

@@ -23,7 +23,7 @@ class UnknownThingError(Exception):
 
 
 def explain(thing: str) -> tuple[str, dict[str, Any], bool]:
-    """Explains an error code or logs. Returns a text, the same facts for JSON, and whether a known error was found.
+    """Explains an error code or logs. Returns the explanation as text and as JSON, and whether a known error was found.
 
     ``thing`` is a file, a folder, ``-`` (standard input), a code, or a log line. Raises UnknownThingError, or OSError
     if a file cannot be read.

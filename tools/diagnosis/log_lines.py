@@ -1,4 +1,4 @@
-"""Extracts facts from log lines of any kind: time, process, rank, device and errors.
+"""Extracts time, process, rank, device and errors from log lines of any kind.
 
     [ERROR] HCCL(2717288,python3):2025-07-23-03:47:57.070.463 [hccl_socket.cc:100] ...     plog and MindSpore
     EI0006: [PID: 1292363] 2025-04-08-18:07:20.444.436 Getting socket times out. ...       a CANN message
