@@ -20,9 +20,7 @@ def weight_cache_folder(config: Config, environment: Mapping[str, str] = os.envi
 
 
 def log_folder(config: Config) -> Path:
-    """Returns the folder of the logs. Agents write to subfolders: profiles to ``profiles``, and MindFormers its own log
-    files.
-    """
+    """Returns the folder of the logs. Profiles and the log files of MindFormers are in subfolders of this folder."""
     return Path(config.log_config.path).parent
 
 

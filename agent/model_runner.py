@@ -174,8 +174,8 @@ class ModelRunner:
         """Runs the largest steps that the config allows, which proves that they fit into the memory. Then clears the
         state of all batch rows.
 
-        If the launches of the graph come from a file, an earlier start has run the largest steps. Then only a short
-        proof of these launches runs (``agent.stored_program``). All agents of a group warm up together. Raises
+        If the launches of the graph come from a file, an earlier start has run the largest steps. Then only a few test
+        steps check these launches (``agent.stored_program``). All agents of a group warm up together. Raises
         GroupDownError if another agent does not begin its warm-up in time.
         """
         start = time.perf_counter()
@@ -362,7 +362,7 @@ class ModelRunner:
             return AgentError(text)
         if self._config.captured_batch_sizes:
             return GroupBrokenError(text)
-        self._report("compile", 0, 1)  # the server must not take the long step for a hanging one
+        self._report("compile", 0, 1)  # tells the server that this long step does not hang
         try:
             self._graph = self._made_graph()
         except RuntimeError:
@@ -441,7 +441,7 @@ class ModelRunner:
             assert self._graph is not None
             again = self._graph.run(inputs, self._entry.of_step(inputs, None))
         if isinstance(again, DeviceScores):
-            again.wait()  # an agent that compares would wait in its fetch; the other agents fetch nothing
+            again.wait()  # agents that do not compare fetch nothing, so they must wait here
         if again is not None:
             check.compare(again)
 

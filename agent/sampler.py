@@ -66,7 +66,8 @@ class RowTable:
             start += length
 
     def write_drafts(self, rows: Int32Array, token_ids: Int32Array, num_before: Int32Array) -> None:
-        """Writes drafts behind the histories of their batch rows. The lengths of the histories stay the same.
+        """Writes drafts after the last token of the histories of their batch rows. The lengths of the histories stay
+        the same.
 
         The arguments have an element for each input token of a step that verifies drafts. ``num_before`` is 0 for the
         last known token of a sequence, which is not written. It is 1 for the sequence's first draft, 2 for its second
@@ -123,7 +124,7 @@ class Sampler:
         self._processors = processors
 
     def sample(self, scores: StepLogits | DeviceScores, slot: StepSlot) -> None:
-        """Samples a token for each sequence of the step with ``do_sample``. Every other sequence gets -1.
+        """Samples a token for each sequence whose ``do_sample`` is set. Every other sequence gets -1.
 
         Raises ProtocolError if a batch row with penalties has no history, or if the history's length is wrong. Raises
         AgentError if the token masks of the step do not arrive in time, or if a logits processor fails. Raises

@@ -42,8 +42,7 @@ class DeviceScores(ABC):
     num_ids: int
     """The length of ``chosen_ids``: the number of sequences of the step, including padding sequences."""
     num_drawable: int
-    """The number of candidates of a sequence among which the device can draw its token. 0: the device draws no tokens.
-    """
+    """The number of best tokens of a sequence among which the device can draw. If 0, the device draws no tokens."""
     fetched_bytes: int
     """The number of bytes that were copied to the host so far."""
 
@@ -89,8 +88,8 @@ class DeviceScores(ABC):
     def chosen_ids(self) -> Any:
         """Returns the token that the device has chosen for each sequence, int32 [num_ids], as a tensor on the device.
 
-        It is the best token, or the drawn token if ``draw`` was called and the sequence is drawn. A later launch can
-        take this tensor as an input. If the step failed, the result is an array of zeros.
+        If ``draw`` selected the sequence, this is the drawn token, else the best token. A later launch can take this
+        tensor as an input. If the step failed, the result is an array of zeros.
         """
 
     @abstractmethod
@@ -98,7 +97,7 @@ class DeviceScores(ABC):
         """Calls ``callback`` once, in any thread, when the host has the values that the sampler needs first.
 
         These values are the candidates if ``find_candidates`` was called, else the best tokens. If ``draw`` was called,
-        they include the drawn tokens. If the device fails, ``callback`` is called as well.
+        they include the drawn tokens. If the device fails, ``callback`` is also called.
         """
 
     @abstractmethod
@@ -112,8 +111,8 @@ class DeviceScores(ABC):
 def score_bits(scores: StepLogits | DeviceScores, index: int, *, whole: bool) -> bytes:
     """Returns bytes for comparing the logits of sequence ``index`` with its logits in another run.
 
-    If the logits are on the host, the result has the bytes of all logits of the sequence. If they are on a device, it
-    has the bytes of the best token and its logit. With ``whole``, the bytes of all logits follow.
+    If the logits are on the host, the result has the bytes of all logits of the sequence. If the logits are on a
+    device, the result has the bytes of the best token and its logit. With ``whole``, the bytes of all logits are added.
     """
     if isinstance(scores, StepLogits):
         return bytes(scores.values[index].data)

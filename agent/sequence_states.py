@@ -114,13 +114,13 @@ class SequenceStates:
         runs[:, _REPLAYED] = np.where(has_state, begins - self._ends[rows, read], 0)
         runs[:, _SETTLED] = step.settled
         self.runs[0, 0] = rows.size
-        # From now on, only the same step may read the state that the step has read.
+        # This step may read its states again if it is repeated. From now on, no other step may read them.
         self._nexts[rows, 1 - write] = np.where(has_state, begins, _NONE)[:, None]
         self._ends[rows, write] = begins + step.settled
         self._nexts[rows, write] = np.stack([begins + step.settled, begins + step.lens], axis=1)
 
     def _resumed(self, moves: Int32Array, begins: _Ints) -> _Ints:
-        """Returns for each run the number of the snapshot's state from which it resumes, or -1."""
+        """Returns, for each run, the number of the state of the snapshot from which it resumes, or -1."""
         resumed = np.full(begins.size, _NONE, np.int64)
         if not moves.size:
             return resumed

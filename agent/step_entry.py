@@ -29,7 +29,9 @@ class StepEntry:
     def __init__(
         self, config: Config, part: ModelPart, exchange: Exchange | None, last_tokens: SharedLastTokens | None
     ) -> None:
-        """``config`` is that of the agent's part. ``exchange`` and ``last_tokens`` are None if the agent is alone."""
+        """``config`` has the sizes of the agent's part of the model. ``exchange`` and ``last_tokens`` are None if the
+        agent is alone.
+        """
         self._config = config
         self._is_first_stage = part.shard.is_first_stage
         self._exchange = exchange

@@ -48,8 +48,8 @@ class TaskQueue:
         self._last_class = _LAST_CLASS.get(policy)
         self._max_steps = max_steps
         self._heap: list[tuple[tuple[int, bool], int, int, QueuedMessage, int]] = []
-        # Each heap entry has an arrival number before its message. So the heap never compares two messages, which
-        # cannot be compared.
+        # Each heap entry has an arrival number before its message. So the heap compares numbers and never two messages,
+        # which have no order.
         self._arrivals = itertools.count()
         self._num_steps = 0
         self._last_step = -1

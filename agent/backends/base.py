@@ -1,4 +1,5 @@
-"""The interface between models and devices: a table of operators. ``agent.backends.device`` has the other facts.
+"""The interface between models and devices: a table of operators. ``agent.backends.device`` has the other interfaces of
+a device.
 
 A model uses a device only through the operators of an ``OpTable``. Code that builds or runs graphs reads the device's
 ``DeviceTraits`` and calls its ``DeviceHooks``. To add a device, write an OpTable and add it to ``selector.py``.

@@ -23,7 +23,7 @@ from llm_serving.errors import AgentStartError
 
 _PLUGIN_PATH = "MS_OP_PLUGIN_PATH"
 _cpu_set_up: list[str] = []
-"""The op table for which this process was set up, as the only entry. Empty before the set-up."""
+"""A list with one entry, the op table for which this process was set up. Empty before the set-up."""
 
 
 def start_runtime(config: Config, rank: int = 0) -> None:

@@ -193,8 +193,8 @@ def _made(folders: Iterable[Path]) -> Iterator[Path]:
     for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            # The scratch folder is in /tmp, where another user can make a link with its name. lstat() does not follow
-            # links.
+            # The scratch folder is in /tmp, where another user can make a link of the same name. lstat() does not
+            # follow links.
             state = folder.lstat() if folder == scratch_folder() else folder.stat()
         except OSError:
             continue  # the agent works without this folder, or reports the problem when it writes

@@ -1,5 +1,5 @@
-"""Restricts the process with Landlock: it permanently gives up access to files, TCP ports and signals to other
-processes.
+"""Restricts the process with Landlock: permanently limits its access to files and TCP ports, and the signals that it
+may send.
 
 The kernel's documentation is ``userspace-api/landlock.rst``. Each version of the interface (ABI) adds kinds of access.
 A ruleset names the kinds that it restricts. On an older kernel, the ruleset names only the kinds that this kernel

@@ -112,8 +112,9 @@ class Drafter:
 
     @property
     def handed_arrays(self) -> list[Array]:
-        """The arrays of the KV cache whose blocks are handed over to other replicas. None of a draft model, which
-        computes a handed prompt again."""
+        """The arrays of the KV cache whose blocks are handed over to other replicas. Empty for a draft model, because
+        it computes a handed prompt again.
+        """
         return []
 
     def settle(self) -> None:
@@ -121,7 +122,9 @@ class Drafter:
         self._take_plain()
 
     def take_handed(self, blocks: Int32Array) -> None:
-        """Records that ``blocks`` have the keys and values of a handed prompt now, as computed by another replica."""
+        """Records that ``blocks`` have arrived from another replica. The draft model has computed none of their
+        positions.
+        """
         self._rows.arrive(blocks, 0)
 
     def after_step(self, slot: StepSlot, inputs: StepInputs, tapped: Sequence[Array]) -> int:

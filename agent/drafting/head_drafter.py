@@ -7,9 +7,9 @@ several steps together. In this module, waiting tokens are tokens that the head 
 At position p, a head takes the hidden state at p and the token at p + 1. Therefore ``DraftRows`` stores the sequence's
 token at p + 1 at position p. The last hidden state of a chunk waits for the next chunk, which has the next token.
 
-A sequence may start behind a cached prefix. The head's key at the last position of the prefix depends on the token
-after the prefix. But the hash of a block does not cover this token, so the key may have been computed with another
-token. A wrong key makes drafts worse, but no text changes, because the model verifies every draft.
+A sequence may start after a cached prefix. The head's key at the last position of the prefix depends on the token after
+the prefix. But the hash of a block does not cover this token, so the key may have been computed with another token. A
+wrong key makes drafts worse, but no text changes, because the model verifies every draft.
 """
 
 from __future__ import annotations
@@ -116,8 +116,7 @@ class HeadDrafter(Drafter):
     def take_handed(self, blocks: Int32Array) -> None:
         """Records that ``blocks`` are complete, because the head of the other replica has computed the whole prompt.
 
-        If that head had missed tokens, the drafts are worse.
-        """
+        If the other head has left out tokens, the drafts are worse."""
         self._rows.arrive(blocks, self._config.pa_config.block_size)
 
     def after_step(self, slot: StepSlot, inputs: StepInputs, tapped: Sequence[Array]) -> int:

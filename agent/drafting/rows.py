@@ -19,7 +19,7 @@ _BEHIND = -1
 class DraftRows:
     """The tokens of each batch row, and the length of the prefix whose keys and values the draft model has computed.
 
-    A sequence may start behind a cached prefix that the draft model has not computed. If the server has sent the tokens
+    A sequence may start after a cached prefix that the draft model has not computed. If the server has sent the tokens
     of the prefix, the draft model can compute them later. Otherwise, the sequence gets no drafts.
     """
 
@@ -84,7 +84,7 @@ class DraftRows:
         self.note_blocks(np.full(positions.size, row, np.int32), positions, table[positions // size])
 
     def arrive(self, blocks: Int32Array, num_filled: int) -> None:
-        """Records that blocks of another replica have arrived, of which ``num_filled`` positions are computed."""
+        """Records that ``blocks`` have arrived from another replica, each with ``num_filled`` computed positions."""
         self._filled[blocks] = num_filled
 
     def move(self, moves: Int32Array) -> None:

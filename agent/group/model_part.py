@@ -24,8 +24,9 @@ class ModelPart:
     shard: Shard
     whole: ModelShape
     sum_shards: tuple[Shard, ...] = ()
-    """Lets a single agent compute the same bits as a group of ``parallel_config.sum_parts`` agents: the parts of the
-    agents of this group. The agent adds the numbers of each sum in the order of these parts. Usually empty.
+    """Usually empty. With ``parallel_config.sum_parts``, a single agent computes the same bits as a group of that
+    number of agents. Then this tuple has the parts of these agents. The agent adds the numbers of each sum in their
+    order.
     """
 
     pools: bool = False

@@ -98,7 +98,8 @@ class PackedSlots:
         packed = {
             parameter: PackedAdapter(each.spec, each.modules, self._dtype) for parameter, each in adapters.items()
         }
-        # The arrays of an adapter are small, and a step reads all of them. In common memory they can have huge pages.
+        # The arrays of an adapter are small, and a step reads all of them. In one memory area, they can share huge
+        # pages.
         memory = weight_blob(sum(each.num_bytes for each in packed.values()))
         for each in packed.values():
             memory = each.move(memory)

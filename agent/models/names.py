@@ -25,8 +25,9 @@ class ExpertNames:
     down: str = "down_proj"
     shared: str = "shared_experts"
     is_stacked: bool = False
-    """True if published folders store the weights of all experts in two tensors: one for gate and up, one for down.
-    ``_stacked_rows`` describes both tensors."""
+    """True if published checkpoints have the weights of all experts in two tensors: one for gate and up, one for down.
+    ``_stacked_rows`` describes both tensors.
+    """
 
 
 _USUAL = ExpertNames()
@@ -36,7 +37,7 @@ _EXPERT_NAMES = {
     "Qwen3NextForCausalLM": ExpertNames(shared="shared_expert"),
     "Qwen3_5MoeForCausalLM": ExpertNames(shared="shared_expert", is_stacked=True),
 }
-"""Names of experts by architecture. An architecture without an entry uses ``_USUAL``."""
+"""Names of experts by architecture. All other architectures use the names ``_USUAL``."""
 
 
 def weight_specs(shape: ModelShape) -> list[WeightSpec]:

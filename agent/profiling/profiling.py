@@ -127,10 +127,10 @@ def _start_mindspore_profile(device: str, folder: Path) -> Any:
 
 @cache
 def end_children_with_this_process() -> None:
-    """Lets the kernel kill the processes that this process forks from now on, when this process ends.
+    """Makes the kernel kill all processes that are forked from now on, as soon as this process ends.
 
-    MindSpore analyses a profile in forked processes. If the agent was killed during the analysis, one of these
-    processes would wait for ever.
+    MindSpore analyses a profile in forked processes. Without this function, one of them would wait for ever if the
+    agent is killed during the analysis.
     """
     control, parent = ctypes.CDLL(None).prctl, 0
 

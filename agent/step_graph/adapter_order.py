@@ -17,7 +17,7 @@ class AdapterOrder:
     """Orders sequences by adapter slot. Sequences without an adapter come last, as the group with the highest number.
 
     Only the tokens and sequences in the graph's inputs have this order. The input ``last_tokens`` still lists the
-    sequences in the order of the step. So the logits of the graph are in the order of the step, too.
+    sequences in the order of the step. So the logits of the graph are also in the order of the step.
     """
 
     def __init__(self, num_groups: int, *, orders_entry: bool) -> None:

@@ -89,8 +89,8 @@ class DynamicStepGraph(StepGraph):
         }
         self._sampling: SamplingGraphs | None = None
         if ops.is_last_stage:
-            # Draws only help to launch steps ahead. Captured launches overwrite logits that the host may need to check
-            # a draw, so steps with draws could not be launched ahead.
+            # The device draws tokens only so that steps can be launched ahead. Captured launches overwrite the logits
+            # that the host may need to check a draw. So captures exclude draws.
             draws = ops.traits.runs_ahead and not decode_sizes
             self._sampling = SamplingGraphs(vocab_size, ops.part, ops.hooks, draws=draws)
         self._max_whole_prompts = max_whole_prompts if ops.has_whole_prompt_graph else 0

@@ -47,7 +47,7 @@ class HeadGraph(ABC):
 
 
 def make_head_graph(cell: nn.Cell, head: Head, config: Config, ops: OpTable, buffers: StepBuffers) -> HeadGraph:
-    """Makes the graphs of ``cell`` for the op table of ``ops``. The caller compiles them.
+    """Makes the graphs of ``cell`` for the op table ``ops``. The caller compiles them.
 
     ``cell`` is a network of ``agent.models.heads``. The graph reads token ids and sizes of each step from ``buffers``.
     """
@@ -58,7 +58,7 @@ def make_head_graph(cell: nn.Cell, head: Head, config: Config, ops: OpTable, buf
 
 
 class _FusedHeadGraph(HeadGraph):
-    """Static graphs over the buffers of the step reader, like ``agent.step_graph.static``. Steps are replayed without
+    """Runs static graphs over the buffers of the step reader, like ``agent.step_graph.static``. Replays steps without
     MindSpore.
     """
 
@@ -129,7 +129,7 @@ class _StaticHeadStep(nn.Cell):
 
 
 class _NativeHeadGraph(HeadGraph):
-    """Dynamic graphs of native operators. MindSpore runs each step, without replays.
+    """Runs dynamic graphs of native operators. MindSpore runs each step, without replays.
 
     A graph with a mask runs steps in which a sequence has several tokens. A graph without a mask runs steps in which
     every sequence has one token.

@@ -1,4 +1,4 @@
-"""Recorded launches in a form that another process can run.
+"""Defines the form in which recorded launches are stored, so that another process can run them.
 
 An argument of a stored launch has no address, because addresses differ between processes. Instead it names its memory,
 or it refers to the output of another launch.

@@ -62,7 +62,7 @@ class Products:
 
 
 def rounded(values: Floats, dtype: str) -> Array:
-    """Returns finite values rounded to nearest in the storage of ``dtype``.
+    """Rounds finite values to the nearest numbers of ``dtype``. bfloat16 is returned as uint16.
 
     A value above the largest number of the type becomes infinity, as in the layers of the text model.
     """
@@ -84,7 +84,7 @@ def _bfloat16(values: Floats) -> Array:
         nearest &= np.uint32(1)
         nearest += np.uint32(0x7FFF)
         nearest += piece
-        out[start : start + PIECE] = nearest.view(np.uint16)[1::2]  # the upper halves
+        out[start : start + PIECE] = nearest.view(np.uint16)[1::2]  # the upper half of each float32
     return out.reshape(values.shape)
 
 

@@ -1,4 +1,4 @@
-"""Rotary embedding of positions with three dimensions: time, height and width (M-RoPE, arXiv:2409.12191, section 2.1).
+"""Computes rotary positions with three dimensions: time, row and column (M-RoPE, arXiv:2409.12191, section 2.1).
 
 A text token has the same number in all three dimensions. All tokens of an image have the same time. Their other two
 numbers are this time plus the row, and this time plus the column. The first text token after an image has the largest
@@ -85,7 +85,7 @@ class GraphRotaryPositions(RotaryPositions):
     """Gives the graph the positions. The graph then gathers cosines and sines (``StepInputs.rotary_positions``)."""
 
     def refresh(self, inputs: StepInputs) -> None:
-        del inputs  # the reader of the step has kept the positions
+        del inputs  # the step reader has already selected the rotary positions of these sequences
 
     def _take_text(self, inputs: StepInputs, positions: Int32Array) -> None:
         inputs.rotary_positions[:] = positions[:, None]

@@ -82,8 +82,8 @@ class ImageRows:
         table = model.weights["embedding.weight"]
         if model.ops.is_split:
             # This table has only the agent's part of the vocabulary. In a text model, the graph adds the embeddings of
-            # all agents. A model with images embeds the tokens before the graph, where agents cannot add anything. So
-            # each agent needs the whole table.
+            # all agents. A model with images embeds the tokens before the graph, where the agents' embeddings are not
+            # added. So each agent needs the whole table.
             specs = [spec for spec in weight_specs(config.shape) if spec.parameter == "embedding.weight"]
             table = _loaded(config, specs)["embedding.weight"]
         encoder_class = Encoder if vision.windows is None else QwenEncoder
@@ -97,8 +97,8 @@ class ImageRows:
     def warm_up(self) -> None:
         """Encodes a tile of the smallest size, so that all code has run once.
 
-        If tiles can have any size, encoding the largest tile would take too long. The memory plan accounts for its
-        memory.
+        If tiles can have any size, encoding the largest tile would take too long. The memory plan accounts for the
+        memory of the largest tile.
         """
         height = self._vision.image_size or self._vision.row_edge
         width = self._vision.image_size or self._vision.row_edge * self._smallest

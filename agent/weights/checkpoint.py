@@ -32,7 +32,7 @@ _DECODERS: dict[str, type[Decoder]] = {
 
 
 class Checkpoint:
-    """Reads weights from a model folder (a WeightSource). Owns the memory-mapped files."""
+    """A ``WeightSource`` that reads weights from a model folder. Owns the memory-mapped files."""
 
     def __init__(
         self, folder: Path, quantization: Quantization | None = None, float8: Float8Blocks | None = None
@@ -83,8 +83,8 @@ class Checkpoint:
 
     @property
     def bytes_read(self) -> int:
-        """Number of bytes that were read from the files. If a tensor could only be read whole, its unused parts count
-        as well.
+        """Number of bytes that were read from the files. If a tensor could only be read whole, its unused parts also
+        count.
         """
         return self._files.bytes_read
 

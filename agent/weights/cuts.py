@@ -39,8 +39,7 @@ class TensorCut:
     def of_quantised(self, tensor: QuantizedTensor) -> QuantizedTensor:
         """Returns a copy of this part of a whole quantised tensor.
 
-        Raises CheckpointError if the part begins or ends in the middle of a group, which is the inputs of one scale.
-        """
+        Raises CheckpointError if the part begins or ends in the middle of a group of inputs that share a scale."""
         groups = slice(None) if self.columns is None else self.groups(tensor.scheme)
         if self.columns is not None and tensor.group_of_input is not None:
             raise CheckpointError(
@@ -67,7 +66,7 @@ class TensorCut:
         return StaticInputs(np.array(inputs.inverses[columns]), np.array(inputs.offsets[columns]), offsets)
 
     def groups(self, scheme: Scheme) -> slice:
-        """Returns the range of groups that this part's columns have. A group is the inputs that share a scale.
+        """Returns the range of groups in this part's columns. The inputs of a group share a scale.
 
         Raises CheckpointError if the part begins or ends in the middle of a group.
         """

@@ -80,7 +80,7 @@ class LinearForm:
 
     @property
     def quantises_activations(self) -> bool:
-        """True if the activations are quantised as well, so that integers are multiplied by integers."""
+        """True if the activations are also quantised, so that integers are multiplied by integers."""
         return not self.is_float and self.weights.quantises_activations
 
     @property

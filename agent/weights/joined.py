@@ -17,7 +17,7 @@ from llm_serving.model.parallel import Span
 
 def stored_parts(parts: Iterable[WeightPart]) -> list[WeightPart]:
     """Returns the tensors of the checkpoint that must be read for ``parts``. If a part consists of rows of a larger
-    tensor, the result has the larger tensor. Each tensor occurs only once.
+    tensor, the result has the larger tensor instead. Each tensor occurs only once.
     """
     found = {}
     for part in parts:

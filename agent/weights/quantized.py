@@ -60,7 +60,7 @@ class QuantizedTensor:
     inputs: StaticInputs | None = None
     """How the layer quantises its inputs, if the scheme is static. ``scales`` then contain the scale of the inputs."""
     has_norm_bias: bool = False
-    """True if the bias of the norm before the layer is merged into ``inputs``. Without ``inputs``, it would be lost."""
+    """True if the bias of the norm before the layer is merged into ``inputs``. Float inputs lack this bias."""
 
     def check_describes_layer(self, name: str) -> None:
         """Raises CheckpointError if the layer cannot be computed with float inputs.

@@ -121,7 +121,7 @@ def _fill_chunk(table: Array, out: Array, key: str) -> None:
 
 
 class SeededWeights:
-    """Generates random weights of any shape (a WeightSource)."""
+    """A ``WeightSource`` that generates random weights of any shape."""
 
     def __init__(self, seed: int, std: float = DUMMY_STD) -> None:
         self._seed = seed

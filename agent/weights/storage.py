@@ -146,7 +146,7 @@ def from_float32(array: npt.NDArray[np.float32], dtype: str) -> Array:
         return array
     with np.errstate(over="ignore"):
         rounded = _round_to_bfloat16(array) if dtype == "bfloat16" else array.astype(np.float16)
-    # ``largest`` has the bits of infinity. Without their sign bit, all finite values have smaller bits.
+    # ``largest`` has the bits of infinity. Without the sign bit, the bits of every finite value are a smaller number.
     largest = 0x7F80 if dtype == "bfloat16" else 0x7C00
     if int((rounded.view(np.uint16) & np.uint16(0x7FFF)).max(initial=0)) >= largest:
         overflow = np.isinf(to_float32(rounded, dtype)) & np.isfinite(array)

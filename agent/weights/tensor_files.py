@@ -1,7 +1,7 @@
 """Reads all tensors of a model folder, from the file ``model.safetensors`` or from the shards that an index names.
 
 Folders of msModelSlim and golden-stick use other file names, for example ``quant_model_weights.safetensors``. These
-names are accepted, too.
+names are also accepted.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def bind_cores(config: Config, rank: int, read: Callable[[], Sequence[Chip]] = r
     """Restricts this process to the cores of its agent. Returns the number of threads for the sampler.
 
     The cores are those of ``model_config.cpu_cores``. If this setting is empty, they are cores of the device's NUMA
-    node. If the NUMA node is unknown, too, the process keeps all its cores.
+    node, or all cores of the process if this node is unknown.
 
     Must run before MindSpore is imported, because only threads that start later inherit the restriction. The sampler
     gets ``model_config.cpu_threads`` threads. If this setting is 0, it gets at most one thread per core of the agent.

@@ -2,8 +2,7 @@
 
 MindSpore finds the inference kernels only at jit level O0 (``infer_boost``), but usually turns fusion on at level O1.
 The fusion passes themselves do not depend on the jit level. They read ``opt_level`` in the environment variable
-``MS_DEV_GRAPH_KERNEL_FLAGS``. With ``--opt_level=2``, the passes run at level O0 as well. docs/ascend.md has the
-sources.
+``MS_DEV_GRAPH_KERNEL_FLAGS``. With ``--opt_level=2``, the passes also run at level O0. docs/ascend.md has the sources.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class DeviceLaunch(Launch):
             while not self._event.query():
                 time.sleep(POLL_S)
         except RuntimeError:
-            pass  # the device failed: ``fetch`` raises the error, because the copies that it reads do not exist
+            pass  # the device failed and made no copies, so a later call of ``fetch`` raises the error
         with self._lock:
             self._is_done.set()
         for callback in self._callbacks:

@@ -189,9 +189,9 @@ class _LimitedRouter(nn.Cell):
 def group_bounds(count: int, routing: Routing) -> npt.NDArray[np.float32]:
     """Returns a table [groups, experts], with which the router excludes the experts outside of the chosen groups.
 
-    The router adds up the rows of a token's chosen groups. For each expert, the sum is an upper bound of its score. It
-    is 2 for experts of the chosen groups. Their scores are at most 1, so they stay as they are. For all other experts
-    the sum is negative. It replaces their scores, so they are never chosen. The sums are exact.
+    The router adds up the rows of a token's chosen groups. For each expert, this sum is an upper bound of the score.
+    For experts of the chosen groups, the sum is 2. Their scores are at most 1, so they do not change. For all other
+    experts, the sum is negative and replaces the score, so they are never chosen. The sums are exact.
     """
     bounds = np.full((routing.groups, count), -1, np.float32)
     for group, row in enumerate(np.split(bounds, routing.groups)):

@@ -50,10 +50,13 @@ small steps have run, larger steps run only the graph.
 """
 _RECORDED_TOKENS = (2, 3)
 """Numbers of tokens of the two recorded steps, if sequences may have several tokens. The two steps have 1 and 2
-sequences. A size that grows by 3/2 is a multiple of the tokens, and a size that doubles is a multiple of the sequences.
+sequences. A size that grows by the factor 3/2 is a multiple of the tokens. A size that doubles is a multiple of the
+sequences.
 """
 _RECORDED_BLOCKS = (4, 5)
-"""Numbers of gathered blocks of the two recorded steps. A size that grows by 5/4 is a multiple of the blocks."""
+"""Numbers of gathered blocks of the two recorded steps. A size that grows by the factor 5/4 is a multiple of the
+blocks.
+"""
 
 
 class NativeReplays:

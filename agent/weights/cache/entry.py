@@ -1,4 +1,4 @@
-"""One file of converted weights: the arrays, and a header with their places and checksums.
+"""Reads and writes one file of converted weights: the arrays, and a header with their places and checksums.
 
 The file begins with ``MAGIC``, then the position, the length and the CRC-32 of the header. The arrays follow, each at a
 multiple of ``ALIGNMENT``. The header is JSON at the end of the file, because a writer adds arrays one by one. The
@@ -63,7 +63,8 @@ class EntryWriter:
         self._checksums: list[Future[list[int]]] = []
 
     def add(self, name: str, array: Array) -> None:
-        """Begins to write an array and returns. The array must not change before ``finish`` has returned."""
+        """Begins to write an array and returns immediately. The array must not change before ``finish`` has returned.
+        """
         begin, self._end = self._end, aligned(self._end + array.nbytes, ALIGNMENT)
         self._described.append({"name": name, "dtype": array.dtype.str, "shape": array.shape, "begin": begin})
         self._checksums.append(self._pool.submit(self._write, _bytes_of(array), begin))

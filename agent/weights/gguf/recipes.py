@@ -43,7 +43,7 @@ class Recipe:
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    """The shapes that the tensors of the file must have. First dimensions of 1 are ignored."""
+    """The shapes that the tensors of the file must have. Leading dimensions of size 1 are ignored."""
     rows: Order | None = None
     """For each row of the made tensor, its index in the concatenated rows of the file. None: the file's order."""
     columns: Order | None = None
