@@ -1,7 +1,7 @@
 """Builds the C++ kernels (agent/kernels/libllm_kernels.so) and puts configs, models and tools into the package.
 
-``tools/kernel_build.py`` describes the build of the kernels, and the environment variable that chooses what it
-compiles.
+``tools/kernel_build.py`` builds the kernels. It also describes the environment variable that chooses the instruction
+sets.
 """
 
 from __future__ import annotations

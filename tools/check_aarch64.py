@@ -70,8 +70,9 @@ SAMPLED = {
 """The longest tests of tests/kernels, with the choice of the cases that run. A number N: every N-th case runs. "cover":
 as few cases as possible run, in which each value of each parameter occurs.
 
-N has no common factor with the numbers of values of the parameters that change fastest. So successive chosen cases have
-other values of these parameters. pytest refuses an N that leaves out a value (``tests/support/case_samples.py``).
+Consider the parameters that change fastest from case to case. N has no common factor with the number of values of each
+of them. So the chosen cases take these values in turn. pytest refuses an N that leaves out a value
+(``tests/support/case_samples.py``).
 """
 ONCE = (
     *("test_library.py", "test_collectives.py", "test_block_copies.py", "test_hand_blocks.py"),
@@ -194,8 +195,8 @@ def run_tests(isa: str, selection: Sequence[str], arguments: Sequence[str]) -> b
 def selection(all_cases: bool, every: int | None, is_first: bool) -> list[str]:
     """Returns the options of pytest that select the cases of an instruction set.
 
-    The marker ``sweep`` also has the repetitions that a run on other processors leaves out. So a selection of all cases
-    must not exclude this marker, as pyproject.toml does.
+    pyproject.toml leaves out tests with the marker ``sweep``, which are repetitions. If all cases are selected, the
+    returned options include these tests again.
     """
     if all_cases or every:
         return ["-m", "not page", *([f"--every={every}"] if every else [])]

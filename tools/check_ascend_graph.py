@@ -108,7 +108,10 @@ def _is_mindformers(name: str) -> bool:
 
 
 def problems_of(stem: str | None, kind: str, graph: Graph, config: Config, *, write: bool) -> list[str]:
-    """Returns broken rules, and lines that differ from the golden listing ``stem``. With None, compares no listing."""
+    """Returns the rules that a graph breaks, and the lines in which it differs from the golden listing ``stem``.
+
+    If ``stem`` is None, compares no listing.
+    """
     problems = check_graph(kind, graph, config, forms_of(config))
     if stem is None:
         return problems

@@ -1,7 +1,7 @@
 """Compiles and links the C++ kernels (agent/kernels/libllm_kernels.so). setup.py calls it.
 
-It needs no packages. ``make`` also runs this file as a program while pip installs the packages. The program compiles
-the files of the instruction sets, which take most of the time and need no header of MindSpore.
+This module needs no installed packages. So ``make`` can also run it as a program while pip installs the packages. The
+program compiles only the files of the instruction sets, which take most of the time and need no header of MindSpore.
 
 An in-place build also makes two files that are never installed. The library
 performance/kernels/libllm_kernels_testing.so has the kernels, and further functions for tests and benchmarks. The
@@ -59,7 +59,7 @@ COMPILE_FLAGS = [
 # With nodelete, the library stays in memory after a dlclose, because its threads keep running.
 LINK_FLAGS = ["-shared", "-pthread", "-Wl,-z,nodelete", "-Wl,--no-undefined"]
 
-# Mangled names of functions. In the testing library, the linker redirects their calls to performance/kernels/routes.cc.
+# Mangled names of functions. In the testing library, calls of these functions go to performance/kernels/routes.cc.
 TESTING_WRAPS = ("_ZN4llmk12route_tokensERKNS_11RoutingArgsE", "_ZN4llmk12plugin_top_kERKNS_4CallE")
 
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
@@ -91,7 +91,7 @@ SLOW_FILES = (*reversed(INSTRUCTION_SETS), PORTABLE, "arithmetic")
 
 
 class BuildError(Exception):
-    """The kernels cannot be built. The text is for the user."""
+    """Raised if the kernels cannot be built. The text of the error is for the user."""
 
 
 def mindspore_include() -> Path:
@@ -197,7 +197,7 @@ def _listed_files(listing: Path) -> list[Path]:
 
 
 class Unit(NamedTuple):
-    """One object file and how to compile it."""
+    """An object file to make: its source file, the compiler flags, and its path."""
 
     source: Path
     flags: list[str]
@@ -205,7 +205,7 @@ class Unit(NamedTuple):
 
 
 class KernelBuild:
-    """The chosen instruction sets, and the object files of a build."""
+    """Builds the kernels for the chosen instruction sets."""
 
     def __init__(self, build: str, *, make_all: bool, quiet: bool) -> None:
         """Examines the compiler and the processor. ``build`` is a value of ``BUILDS`` other than none."""
@@ -220,7 +220,10 @@ class KernelBuild:
         self._compile(_set_units(self._folder, self._chosen, self._known))
 
     def run(self, root: Path, *, in_place: bool) -> None:
-        """Compiles everything and puts the libraries into the tree ``root``. ``in_place`` adds what tests need."""
+        """Compiles everything and puts the libraries into the tree ``root``.
+
+        With ``in_place``, also builds the files for tests and benchmarks, unless the build is ``best``.
+        """
         general = _general_flags()
         product, testing, ceilings = _product_units(self._folder, self._chosen, self._known, general), [], []
         for_tests = in_place and self._build != "best"

@@ -14,7 +14,7 @@ All files come from one resolution, so that they can be installed together. Each
     requirements-wheel.lock         packages for `make wheel`, in addition to serving
     requirements-mindformers.lock   packages for MindFormers, in addition to serving
     requirements-ray.lock           packages for nodes that Ray places, in addition to serving
-    requirements-mooncake.lock      packages for handed blocks through Mooncake, in addition to serving
+    requirements-mooncake.lock      packages for hand-overs through Mooncake, in addition to serving
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "tests" / "golden" / "images.json")
     arguments = parser.parse_args()
-    first = prepared(0)  # before other imports of transformers
+    first = prepared(0)  # must precede other imports of transformers
     import PIL
     import torch
     import transformers

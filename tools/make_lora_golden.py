@@ -89,7 +89,9 @@ def fill(model: Any, shapes: dict[str, list[int]]) -> None:
 
 
 def case_of(name: str, length: int, oracle: Oracle, adapter: Any) -> dict[str, Any]:
-    """Returns a random prompt and its greedy tokens. At every token, the two best logits differ by ``MIN_MARGIN``."""
+    """Returns a random prompt and its greedy tokens. At every token, the two best logits differ by at least
+    ``MIN_MARGIN``.
+    """
     base, vocab_size = oracle._model, SEEDED[name].config["vocab_size"]
     for seed in range(1000):
         prompt = np.random.default_rng([seed, length]).integers(3, vocab_size, length).tolist()

@@ -47,7 +47,8 @@ from tools.quantization.rounding import Settings
 
 BASELINE = "bf16"
 Visit = Callable[[int, NDArray[np.float32]], None]
-"""Type of functions that get a position and its logits [sequences, vocabulary]. The array is valid only in the call.
+"""Type of functions that get a position and its logits [sequences, vocabulary]. The array is valid only during the
+call.
 """
 _BLOCK_SIZE = 16
 _NEUTRAL = {each.name: each.default for each in SAMPLER_PARAMETERS} | {

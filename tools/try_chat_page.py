@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Uses the web pages of a running server in headless Chromium, as a user would, and takes pictures for the docs.
 
-On the chat page it asks two questions, waits for the streamed answers, starts a long one and stops it. Then it sends
+On the chat page it asks two questions, waits for the streamed answers, and stops a long third answer. Then it sends
 requests and opens the page for operators. It needs Debian's packages ``chromium`` and ``chromium-driver``. The exit
 code is 1 if a page does not work as expected.
 

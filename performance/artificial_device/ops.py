@@ -1,4 +1,4 @@
-"""The CPU's native op table, changed so that its graphs run on an artificial device (``queue.ArtificialDevice``).
+"""Provides the CPU's native op table with graphs that run on an artificial device (``queue.ArtificialDevice``).
 
 MindSpore must be set up before this module is imported.
 """
@@ -34,9 +34,9 @@ class ArtificialHooks(NativeCpuHooks):
 
 
 class ArtificialSampling(SamplingGraphs):
-    """The graphs of sampling, whose launches have names on the artificial device.
+    """Runs the graphs of sampling, and tells the artificial device the name of each launched graph.
 
-    A wrong launch of draws (``ArtificialDevice.wrong_every``) draws with other random numbers.
+    If a launch of draws must be wrong (``ArtificialDevice.wrong_every``), it gets other random numbers.
     """
 
     def __init__(

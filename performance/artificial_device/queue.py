@@ -90,10 +90,11 @@ class ArtificialDevice:
     wrong_every: int = 0
     """Every launch of draws whose number is a multiple of ``wrong_every`` draws wrong tokens. 0: none."""
     are_wrong: list[bool] = field(default_factory=list)
-    """Whether each launch of draws was wrong."""
+    """For each launch of draws: True if it drew wrong tokens."""
     captures: bool = False
-    """Whether launches whose results have equal shapes share the memory of their results, like launches that MindSpore
-    has captured.
+    """True if a launch overwrites the results of an earlier launch whose results have equal shapes.
+
+    Graphs that MindSpore has captured do the same.
     """
     periods: list[Busy] = field(default_factory=list)
     """The periods in which the device was busy, one for each launch."""
@@ -141,8 +142,9 @@ class ArtificialDevice:
             launch.finish(results, error)
 
     def _stored(self, results: tuple[Array, ...]) -> tuple[Array, ...]:
-        """Copies the results of a launch to new memory. If the device simulates captured launches, results of equal
-        shapes use the same memory again."""
+        """Copies the results of a launch to new memory. If ``captures`` is True, the results
+        overwrite those of an earlier launch with equal shapes.
+        """
         if not self.captures:
             return tuple(map(np.copy, results))
         layout = tuple((each.shape, each.dtype) for each in results)

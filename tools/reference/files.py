@@ -17,7 +17,7 @@ SUFFIXES = (".py", ".cc", ".h", ".js", ".css", ".yaml")
 MIN_CHARS, MAX_CHARS = 60, 240
 """Minimum and maximum length of a file's description in the page, in characters."""
 MAX_NAMES = 6
-"""Number of names that the page shows for a file. A file with more limits and times has all of them in the page."""
+"""Maximum number of names that the page shows for a file. Limits and times are always shown, even if there are more."""
 _LIMIT = re.compile(r"_?(MAX|MIN|DEFAULT)_.*|.*_(S|MS|BYTES)")
 """Names of limits and times. A change is often about one of them."""
 INTRODUCTION = """\

@@ -45,7 +45,9 @@ class DeviceModel:
 
     fit: StepFit
     latency_s: float
-    """Median seconds for the transfer of a step to the agent and of its result back, without the time in queue and run.
+    """Median seconds to transfer a step to the agent and its result back.
+
+    The time in which the step waits in the agent's queue or runs is not included.
     """
 
     @property
@@ -168,12 +170,12 @@ class _VirtualRun:
     def _add(self, arrival: Arrival) -> None:
         try:
             request = make_request(arrival.facts, arrival.prompt)
-            # If the request had run on another replica before, its recorded facts include times there. Remove them.
+            # If the request ran on another replica before, the recording has times of that replica. Remove them.
             request.first_scheduled_time = request.first_token_time = None
             request.num_losses = request.alone_until = 0
             self._recorder.add_request(request)
         except LLMServingError:
-            return  # a refused request is part of the simulated recording
+            return  # the recorder has already recorded the refusal
 
     def _maybe_leave(self, update: RequestUpdate, now: float) -> None:
         """Aborts a request when it has as many tokens as it had when its recorded client disconnected."""

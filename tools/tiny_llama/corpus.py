@@ -2,7 +2,7 @@
 
 The text for the training has short exercises (drills) between the documents: repeating words, remembering names, single
 facts and sums. Conversations need the ability to copy earlier parts of the text (induction; Olsson et al., 2022). A
-small model learns to copy earlier if half of the tokens in a text are copies. The tokenizer is trained without the
+small model learns this sooner if half of the tokens in a text are copies. The tokenizer is trained without the
 exercises.
 """
 

@@ -1,4 +1,6 @@
-"""Generates everyday conversation: greetings, Tiny itself, feelings, advice, jokes, and unknown questions."""
+"""Generates everyday conversation: greetings, questions about Tiny (the model), feelings, advice, jokes,
+and questions that it cannot answer.
+"""
 
 import random
 

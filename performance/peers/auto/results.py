@@ -17,7 +17,7 @@ Round = Mapping[str, Mapping[str, float]]
 class Span:
     """The range of a ratio: this server's rate divided by that of the fastest peer.
 
-    It covers the rounds in which all ``peers`` have a rate.
+    The range includes only rounds in which all ``peers`` have a rate.
     """
 
     least: float
