@@ -87,8 +87,8 @@ class LaterPages:
         """Returns the object that allocates all pages of ``caches`` that have not been allocated at the start.
 
         Call this method when the agent is ready, before its first step. If the free memory may be too small, this
-        method allocates these pages itself before it returns. Then a lack of memory fails the start instead of a later
-        step.
+        method allocates these pages itself before it returns. Then a lack of memory makes the start fail, and not a
+        later step.
         """
         pieces = [piece for cache in caches for piece in cache.take_rest()]
         num_bytes = sum(piece.size for piece in pieces)

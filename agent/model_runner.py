@@ -362,7 +362,7 @@ class ModelRunner:
             return AgentError(text)
         if self._config.captured_batch_sizes:
             return GroupBrokenError(text)
-        self._report("compile", 0, 1)  # tells the server that this long step does not hang
+        self._report("compile", 0, 1)  # so that the server does not regard this long step as hanging
         try:
             self._graph = self._made_graph()
         except RuntimeError:

@@ -42,7 +42,7 @@ def describe_model(config: Config, part: ModelPart, model: LoadedModel) -> dict[
 
 
 def describe_steps_ahead(part: ModelPart, model: LoadedModel, *, is_on: bool) -> dict[str, str]:
-    """Returns whether steps are launched ahead (``agent.run_ahead``), or why not.
+    """Returns an entry that states whether steps are launched ahead (``agent.run_ahead``), and if not, the reason.
 
     The result is empty on a device that cannot launch ahead.
     """

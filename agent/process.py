@@ -87,9 +87,9 @@ def _run_threads(
 ) -> int:
     """Runs the socket thread and the device thread until the agent ends, and returns the exit code.
 
-    ``facts`` are added to the summary that the agent sends when it is ready. The imports in this function load NumPy,
-    which starts threads. Therefore these imports must come after ``confine``: a thread that starts earlier is not
-    confined.
+    ``facts`` describes the process. The agent adds it to the summary that it sends when it is ready. The imports in
+    this function load NumPy, which starts threads. Therefore these imports must come after ``confine``: a thread that
+    starts earlier is not confined.
     """
     from agent.server import AgentServer
     from agent.task_queue import TaskQueue

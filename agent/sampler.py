@@ -313,10 +313,10 @@ def _num_drafts_before(slot: StepSlot) -> Int32Array:
 
 
 def _report_allowed(scores: StepLogits | DeviceScores, slot: StepSlot) -> None:
-    """Writes the most likely tokens and their logits again, for sequences that may report only tokens of their mask.
+    """Overwrites the reported tokens and logits of each sequence that may report only tokens of its mask.
 
-    The token with the largest logit comes first, and the smaller id on a tie. If the mask allows fewer tokens than
-    requested, fewer tokens are reported.
+    The reported tokens become the allowed tokens with the largest logits, in descending order. On a tie, the smaller id
+    comes first. If the mask allows fewer tokens than requested, fewer tokens are reported.
     """
     seqs, words = slot.num_seqs, slot.layout.limits.mask_words
     wanted = (slot.top_allowed[:seqs] != 0) & (slot.mask_number[:seqs] != 0) & (slot.sampled_ids[:seqs] >= 0)

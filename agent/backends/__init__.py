@@ -1,2 +1,3 @@
-"""The code that differs between devices: tables of operators, facts about the device, hooks around runs of a graph, and
-the set-up of MindSpore. ``agent.backends.base`` defines the interface."""
+"""Contains the code that differs between devices. It makes operators, states properties of the device, runs code before
+and after each graph, and sets MindSpore up. ``agent.backends.base`` defines the interface.
+"""

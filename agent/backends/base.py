@@ -13,7 +13,7 @@ context_lens [seqs], query_lens [seqs]. Query i of a sequence with q queries and
 c - q + i. Some graphs have more inputs in ``step``, in this order:
 
 - A static graph has counts = (tokens, seqs, blocks, step number). Its ``block_tables`` has one axis.
-- The graph for chunks (parts of prompts) has the output of ``chunk_mask``.
+- The graph for chunks (parts of prompts) has the attention mask that ``OpTable.chunk_mask`` makes.
 - A graph that reads the cache has ``step_blocks`` [blocks] if ``OpTable.gathers_blocks`` is True.
 - A graph has ``adapter_rows``, int64 [groups], if ``OpTable.num_adapter_groups`` is not 0.
 

@@ -1,5 +1,5 @@
-"""The interfaces of a device, apart from its operators: facts about it, hooks, and copies of cache blocks. Hooks are
-methods that the agent calls around each run of a graph.
+"""Defines the interfaces of a device apart from its operators: its properties, hooks, and copies of cache blocks. Hooks
+are methods that the agent calls around each run of a graph.
 
 ``agent.backends.base`` has the table of operators.
 """
@@ -18,7 +18,7 @@ from agent.weights.storage import Array
 
 @dataclass(frozen=True, slots=True)
 class DeviceTraits:
-    """Facts about a device that decide how graphs are built and how weights are loaded."""
+    """Properties of a device that decide how graphs are built and how weights are loaded."""
 
     op_table: str
     """The name of the op table, one of the values of the setting ``model_config.op_table``."""

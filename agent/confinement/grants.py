@@ -87,8 +87,8 @@ def _package_targets(folder: Path) -> Iterator[Path]:
 
     The rules must name the target of a link, because Landlock ignores the link itself. An installer may also make a
     package as a folder of links to the files of its cache, as ``uv`` does with ``link-mode = "symlink"``. Links that do
-    not lead to code are skipped, because the user may have made them. Links to namespace packages are skipped, too,
-    unless an installer fills ``folder``.
+    not lead to code are skipped, because the user may have made them. Links to namespace packages are followed only if
+    an installer fills ``folder``.
     """
     is_installed = folder.name in _INSTALLED
     for entry in _entries(folder):

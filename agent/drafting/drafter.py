@@ -99,7 +99,7 @@ class Drafter:
         self._rows.reset()
 
     def summary(self) -> dict[str, str | int | float]:
-        """Returns facts about the draft model for the log and the status page."""
+        """Returns a description of the draft model for the log and the status page."""
         model = self._network.model
         return {"draft_weight_bytes": model.weight_bytes, "draft_kv_cache_bytes": model.kv_cache.num_bytes}
 

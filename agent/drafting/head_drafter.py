@@ -116,7 +116,8 @@ class HeadDrafter(Drafter):
     def take_handed(self, blocks: Int32Array) -> None:
         """Records that ``blocks`` are complete, because the head of the other replica has computed the whole prompt.
 
-        If the other head has left out tokens, the drafts are worse."""
+        If the other head has left out tokens, the drafts are worse.
+        """
         self._rows.arrive(blocks, self._config.pa_config.block_size)
 
     def after_step(self, slot: StepSlot, inputs: StepInputs, tapped: Sequence[Array]) -> int:

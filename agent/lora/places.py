@@ -30,7 +30,7 @@ class Place:
     """The place of one checkpoint tensor in an agent's parameter: which rows of the parameter come from the tensor."""
 
     spec: WeightSpec
-    """The agent's weight, or joined weights, to whose output the adapter adds."""
+    """The agent's parameter whose layer adds the adapter to its output."""
     rows: slice
     outputs: int
     inputs: int

@@ -1,4 +1,4 @@
-"""Gives each token of a step its own block table and context, for graphs that attend by token."""
+"""Gives each token of a step its own block table and context, for graphs whose attention needs them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from agent.step_inputs import StepInputs
 
 
 def by_token(inputs: StepInputs) -> StepInputs:
-    """Returns the inputs of a graph that attends by token (``OpTable.attends_by_token``).
+    """Returns the inputs of a graph whose attention takes a block table for each token (``OpTable.attends_by_token``).
 
     ``block_tables`` is [tokens, blocks], and ``context_lens`` and ``query_lens`` are [tokens]. The context of a token
     ends at the token itself. All other arrays stay as they are.

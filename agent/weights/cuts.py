@@ -39,7 +39,8 @@ class TensorCut:
     def of_quantised(self, tensor: QuantizedTensor) -> QuantizedTensor:
         """Returns a copy of this part of a whole quantised tensor.
 
-        Raises CheckpointError if the part begins or ends in the middle of a group of inputs that share a scale."""
+        Raises CheckpointError if the part begins or ends in the middle of a group of inputs that share a scale.
+        """
         groups = slice(None) if self.columns is None else self.groups(tensor.scheme)
         if self.columns is not None and tensor.group_of_input is not None:
             raise CheckpointError(

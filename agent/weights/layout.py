@@ -59,8 +59,8 @@ class WeightPart:
     rows_of: RowsOf | None = None
     """The place of this tensor in a larger tensor, if the checkpoint has no tensor of this name. Otherwise None."""
     stacked: StackedIn | None = None
-    """The place of this tensor in a tensor with all experts, if a Hugging Face folder may have that tensor instead.
-    Otherwise None.
+    """The place of this tensor in a tensor with the weights of all experts, which a folder may have instead. None if
+    folders have no tensor of this kind.
     """
 
 

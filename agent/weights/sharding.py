@@ -158,8 +158,9 @@ def _queries(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> W
 
 
 def _head_rows(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
-    """Restricts a weight that is stored in a tensor for the keys and values of all heads to the rows of the agent's
-    heads."""
+    """Restricts a weight to the rows of the agent's heads. The checkpoint stores the keys and values of all heads in
+    one tensor.
+    """
     rows, heads = spec.head_rows, part.shard.query_heads
     assert rows is not None, "the weight consists of heads"
     span = Span(heads.start * rows.stride, heads.stop * rows.stride)

@@ -48,7 +48,7 @@ def allocate(shape: tuple[int, ...], dtype: str) -> Array:
 def zeros(shape: tuple[int, ...], dtype: str) -> Array:
     """Returns an array of zeros whose pages are already allocated.
 
-    If memory is short, the start of the agent fails, instead of a later step. A large array has its own mapping with
+    So a lack of memory makes the start of the agent fail, and not a later step. A large array has its own mapping with
     huge pages. The function releases the GIL while the system allocates pages.
     """
     array = future_zeros(shape, dtype)

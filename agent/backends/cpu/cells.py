@@ -289,7 +289,7 @@ class RotaryRows(nn.Cell):
     """Returns three tensors: the numbers 0, 1, 2, ..., and the cosines and sines of the step's tokens.
 
     The agent has already gathered the cosines and sines, so row i belongs to token i. The attention operator looks up
-    the row of each token. Therefore it gets the numbers of the tokens instead of their positions.
+    the row of each token. Therefore the operator gets the numbers of the tokens instead of their positions.
     """
 
     def __init__(self, cos: Array, sin: Array) -> None:

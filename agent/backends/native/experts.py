@@ -202,8 +202,8 @@ def group_bounds(count: int, routing: Routing) -> npt.NDArray[np.float32]:
 def _router(experts: Experts) -> nn.Cell:
     """Makes the operator that chooses the experts of each token.
 
-    It is (logits float32 [tokens, experts], correction float32 [experts] or None) -> the weights and numbers of the
-    chosen experts, as ``_SoftmaxRouter`` returns them.
+    The operator maps (logits float32 [tokens, experts], correction float32 [experts] or None) to the weights and the
+    numbers of the chosen experts. ``_SoftmaxRouter`` describes both results.
     """
     routing = experts.routing
     if routing is not None and routing.sigmoid:

@@ -128,7 +128,8 @@ class FusedReplays:
     def _graph_result(self) -> tuple[Results, tuple[int, ...]]:
         """Runs the graph. Returns its outputs and their addresses.
 
-        Each output is only the number of the step, because the graph writes its real results to fixed arrays."""
+        Each output is only the number of the step, because the graph writes its real results to fixed arrays.
+        """
         found = self._run_graph()
         tensors = found if isinstance(found, tuple) else (found,)
         return tuple(tensor.asnumpy() for tensor in tensors), tuple(tensor.data_ptr() for tensor in tensors)

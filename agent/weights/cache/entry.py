@@ -108,7 +108,7 @@ class EntryWriter:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A piece of an array with a checksum of its own: the bytes, their position in the file, and the checksum."""
+    """A piece of an array: its bytes, their position in the file, and their checksum."""
 
     data: Array
     position: int
@@ -171,7 +171,8 @@ def _map_arrays(
     raw = np.frombuffer(memory, np.uint8)
     pieces = [raw[at : at + _MAP_BYTES] for at in range(0, end, _MAP_BYTES)]
     if not all(pool.map(lambda piece: populate(piece, write=False), pieces)):
-        # Linux is too old, or the disk fails. The caller then copies the file, and raises OSError if the disk fails.
+        # Linux is too old, or the disk fails. The caller then copies the file. A disk that fails makes this copy raise
+        # OSError.
         return None
     if file_huge_page_bytes() - before < LEAST_HUGE * end:
         return None
