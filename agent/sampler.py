@@ -169,8 +169,8 @@ class Sampler:
     def _is_processed(self, slot: StepSlot) -> npt.NDArray[np.bool_]:
         """Returns, for each sequence, whether logits processors change its logits: bool [sequences].
 
-        If there are logits processors, the server sends a mask for every request. Only the steps of the warm-up have no
-        masks.
+        With logits processors, the server sends a mask for every request. So a sequence without a mask belongs to the
+        warm-up, and the processors leave it unchanged.
         """
         seqs = slot.num_seqs
         return _has_mask(slot, seqs) if self._processors else np.zeros(seqs, np.bool_)

@@ -81,7 +81,7 @@ class AttentionForm:
     norm_epsilon: float | None = None
     """Epsilon of the RMSNorm of query and key heads. None means that there is no norm."""
     sinks: bool = False
-    """True: the softmax of each query head has one more term, exp(sink). No V vector belongs to it."""
+    """True: the softmax of each query head has one more term, exp(sink). This term has no value vector."""
     block_size: int = 0
     """Number of tokens of a cache block."""
 
@@ -305,7 +305,7 @@ class OpTable(ABC):
 
     @abstractmethod
     def hand_over(self, width: int) -> Operator:
-        """Returns the last operator of each pipeline stage except the last: (hidden, residual, step) -> output.
+        """Returns an operator that ends each pipeline stage except the last: (hidden, residual, step) -> output.
 
         hidden and residual are [tokens, width]. ``output`` is the result of the stage's graph. ``StepGraph`` reads
         hidden + residual from it, and this sum is the input of the next stage.

@@ -30,8 +30,8 @@ class DeviceTraits:
     where zeros follow the lengths of the prompts. False: int32 with one length for each prompt.
     """
     own_memory: bool = False
-    """True: the device has its own memory. Weights are copied there and freed in host memory one by one, and the KV
-    cache is created there. False: the device uses the host's arrays in place.
+    """True: the device has its own memory. Each weight is copied to the device and then freed in host memory. The KV
+    cache is created on the device. False: the device uses the host's arrays in place.
     """
     replays_steps: bool = False
     """Whether the kernel launches of a dynamic graph can be recorded, and replayed without MindSpore."""

@@ -71,7 +71,7 @@ class Drafter:
         self._scratch: Int32Array = np.arange(num_rows * scratch, dtype=np.int32).reshape(num_rows, scratch)
         self._scratch += cache.num_blocks
         self._plain: list[tuple[Int32Array, ...]] = []
-        """Copies of decode steps without drafts whose tokens are not in ``self._rows`` yet."""
+        """Copies of plain decode steps (without drafts). The tokens of these steps are not in ``self._rows`` yet."""
         self._is_off = False
 
     def load(self, report: Callable[[int, int], None], model: LoadedModel) -> None:
@@ -255,8 +255,7 @@ class Drafter:
     def _catch_up(self, lines: list[Line]) -> None:
         """Runs the draft model on the known tokens that its KV cache lacks.
 
-        This also gives the first draft of each sequence that samples.
-        """
+        The same passes give the first draft of each sequence that samples."""
         waiting = list(lines)
         while waiting:
             left, chunks = self._config.max_num_batched_tokens, []

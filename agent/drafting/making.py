@@ -10,7 +10,7 @@ from llm_serving.config import Config
 
 
 def make_drafter(config: Config, rank: int) -> Drafter | None:
-    """Returns the drafter of a deployment, which is not loaded yet. None if no agent makes drafts."""
+    """Makes the drafter of a deployment, but does not load it. Returns None if no agent makes drafts."""
     if config.draft is None:
         return None
     own = config.draft_config()

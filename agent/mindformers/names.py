@@ -26,7 +26,7 @@ class Names:
 
     outside: Mapping[str, str]
     layers: str
-    """The prefix of the names of all parameters inside of layers."""
+    """The prefix of MindFormers' names of all parameters in layers."""
     inside: Mapping[str, str]
     """Maps this project's name of a parameter in a layer to MindFormers' name. Both are without the ending ``weight``
     or ``bias``.

@@ -34,7 +34,7 @@ EMBEDDING = "embedding.weight"
 
 @dataclass(frozen=True, slots=True)
 class HeadDefinition:
-    """The network of a head, with the methods of ``agent.models.registry.ModelDefinition``."""
+    """Defines the network of a head. Implements ``agent.models.registry.ModelDefinition``."""
 
     head: Head
     prefix: str = ""

@@ -1,4 +1,4 @@
-"""The static graph of the fused operators: compiled once over the buffers of the largest step."""
+"""Defines the static graph of the fused operators, which is compiled once over the buffers of the largest step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Defines the form in which recorded launches are stored, so that another process can run them.
 
-An argument of a stored launch has no address, because addresses differ between processes. Instead it names its memory,
-or it refers to the output of another launch.
+An argument of a stored launch has no address, because addresses differ between processes. Instead, the argument names
+its memory, or refers to the output of another launch.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class QwenEncoder:
         inner = self._vision.intermediate_size
         both = self._linear(x, f"{layer}.gate_up", 2 * inner)
         gate, up = both[:, :inner], both[:, inner:]
-        with np.errstate(over="ignore"):  # exp of a large number is infinite, and the result is 0
+        with np.errstate(over="ignore"):  # if exp(-gate) becomes infinite, the quotient is 0, as it should be
             hidden = gate / (np.float32(1) + np.exp(-gate))
         hidden *= up
         return self._linear(hidden, f"{layer}.down", self._vision.hidden_size)

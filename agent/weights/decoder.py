@@ -86,7 +86,7 @@ class StoredTensors:
 
 
 Axis = Literal["out", "in", "group", "out_words", "in_words"]
-"""The meaning of a tensor's axis: outputs, inputs, groups of inputs, or words of outputs or inputs."""
+"""The meaning of a tensor's axis: outputs, inputs, groups of inputs, or words that pack several outputs or inputs."""
 
 
 class CutTensors(StoredTensors):

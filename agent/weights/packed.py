@@ -43,7 +43,7 @@ class Packing:
     """Settings that decide the format of the packed weights of linear layers, from ``model_config``."""
 
     weight_format: str
-    """``auto``, or a name of the registry (``llm_serving.model.number_formats``)."""
+    """``auto``, or the name of a weight format (``llm_serving.model.number_formats``)."""
     group: int = 64
     """Number of inputs that share a scale, if this program quantises floats to a format with groups. The last group of
     a layer may be shorter. Integers in a checkpoint keep the groups of the checkpoint.

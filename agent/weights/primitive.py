@@ -29,11 +29,11 @@ def load_primitive(spec: WeightSpec, form: LinearForm, source: WeightSource, dty
     The parameters are ``weight``, ``scale`` and, depending on ``form``, offsets and static inputs. Padding rows of the
     vocabulary have integers and scales of 0.
 
-    Raises CheckpointError if the primitive does not support the stored integers:
+    Raises CheckpointError for stored integers that the primitive does not support. There are three cases:
 
-    - if the inputs of a group are not consecutive,
-    - if groups of an expert's weight have zero points, or
-    - if tensors of one layer, such as q and k, have different static inputs (W8A8).
+    - The inputs of a group are not consecutive.
+    - Groups of an expert's weight have zero points.
+    - Tensors of one layer, such as q and k, have different static inputs (W8A8).
     """
     if spec.experts:
         return _load_experts(spec, form, source, dtype)

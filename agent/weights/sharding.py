@@ -106,8 +106,8 @@ def _split(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut], *, equ
 def _input_spans(spec: WeightSpec, part: ModelPart) -> tuple[Span, ...]:
     """Returns the ranges of inputs that a layer multiplies separately before it adds the products.
 
-    With these ranges, a single agent adds in the same order as a group of ``parallel_config.sum_parts`` agents. Empty
-    for a layer with one product over all inputs.
+    With these ranges, a single agent adds in the same order as a group of ``parallel_config.sum_parts`` agents. The
+    result is empty for a layer with one product over all inputs.
     """
     name = _end_of(spec.parameter)
     if name == "attention.output.weight":

@@ -23,8 +23,8 @@ _DISABLED_CUSTOM_KERNELS = "MS_INTERNAL_DISABLE_CUSTOM_KERNEL_LIST"
 _NZ_PRIMITIVES = "MS_INTERNAL_ENABLE_NZ_OPS"
 _EXPANSION_MODE = "HCCL_OP_EXPANSION_MODE"
 """Environment variable of HCCL. With the value AIV, the device's vector cores run a collective without the host. HCCL
-allows AIV for one communicator only. With pipeline parallelism there are two: one for the stage, and one for all
-agents. Then this variable is not set.
+allows AIV for one communicator only. With pipeline parallelism there are two communicators: one for the stage, and one
+for all agents. Then this variable is not set.
 """
 _NOT_CAPTURED = ["AllGather"]
 """Collectives that MindSpore launches outside of captured graphs, between two captured parts. vllm-mindspore captures

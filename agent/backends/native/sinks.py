@@ -28,7 +28,8 @@ from agent.layers.parameter import MINDSPORE_DTYPES
 from llm_serving.model.gpt_oss import SWIGLU_LIMIT, SWIGLU_SLOPE
 
 _ROTATE_HALVES = 2
-"""Value of the argument ``cos_format`` of ApplyRotaryPosEmb: pairs of elements that are half a head apart."""
+"""Value of the argument ``cos_format`` of ApplyRotaryPosEmb: it rotates pairs of elements that are half a head apart.
+"""
 _HIGH_PRECISION = 0
 """Value of ``inner_precise``: sums of float16 products are computed in float32."""
 

@@ -85,7 +85,8 @@ class EntryWriter:
         self._pool.shutdown(cancel_futures=True)
 
     def _write(self, data: Array, begin: int) -> list[int]:
-        """Writes the bytes of an array at position ``begin`` of the file, after the previous array.
+        """Writes the bytes of an array to the file, from position ``begin`` on. Call this in the order of the
+        positions.
 
         Returns the checksum of each chunk.
         """

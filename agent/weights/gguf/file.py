@@ -47,8 +47,8 @@ class GGUFFile:
         """Raises CheckpointError unless the file has exactly the ``expected`` tensors with their shapes."""
         tensors = self._header.tensors
         places = {part.name: self._place(part.name).names for part in expected}
-        # All experts of a layer are in one tensor of the file. A missing tensor is listed once, with the first expert's
-        # name.
+        # All experts of a layer are in one tensor of the file. The error lists a missing tensor only once, with the
+        # name of its first expert.
         missing: dict[str, str] = {}
         for theirs, names in places.items():
             for name in names:
@@ -141,7 +141,7 @@ class GGUFFile:
         return np.arange(part.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
     def _read_stored(self, part: WeightPart, entry: TensorEntry, out: Array, dtype: str, cut: TensorCut | None) -> None:
-        """Copies a tensor that has no recipe, and undoes two changes by llama.cpp's converter.
+        """Copies a tensor that needs no ``Recipe``, and undoes two changes by llama.cpp's converter.
 
         The converter reorders the rows of queries and keys, and adds 1 to the weights of some norms.
         """
