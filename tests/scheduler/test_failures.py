@@ -131,6 +131,22 @@ def test_a_dropped_step_of_a_running_request_is_repeated() -> None:
     assert set(simulation.ended.values()) == {FinishReason.LENGTH}
 
 
+def test_prefixes_behind_a_dropped_step_are_not_cached() -> None:
+    """The last chunk of a prompt runs, but the agent has dropped the second one, whose blocks are therefore empty."""
+    simulation = Simulation(make_limits(prefix_cache=True, max_num_batched_tokens=8))
+    request = make_request("a", 24, 4)
+    simulation.add(request)
+    simulation.step()
+    simulation.schedule()
+    second, third = simulation.device.queue[:2]
+    assert (second.starts, third.starts) == ([8], [16])
+    result = simulation.device.abort(second.seq)
+    assert result is not None
+    simulation.answers.append(result)
+    simulation.finish()
+    assert simulation.ended == {"a": FinishReason.LENGTH}
+
+
 def test_a_new_request_does_not_overtake_a_restarted_one() -> None:
     simulation = Simulation(make_limits(decode_steps_ahead=2, num_blocks=100))
     simulation.add(make_request("a", 5, 20), make_request("b", 5, 20))
