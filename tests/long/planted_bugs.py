@@ -249,7 +249,7 @@ BUGS = [
     PlantedBug(
         "a step is sent behind drafts that are not verified",
         SCHEDULER + "composer.py",
-        "(0 if sequence.draft or sequence.num_inflight_drafts else ahead)",
-        "ahead",
+        "return is_in_prefill or bool(sequence.draft and sequence.request.num_inflight_tokens)",
+        "return is_in_prefill",
     ),
 ]
