@@ -27,7 +27,7 @@ Arguments = ParamSpec("Arguments")
 
 
 class LoadTestError(Exception):
-    """Base of the errors that end a program before it measures. The text states the cause and the remedy."""
+    """Base of the errors that end a program before it measures. The message states the cause and the remedy."""
 
 
 class UsageError(LoadTestError):

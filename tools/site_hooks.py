@@ -1,4 +1,4 @@
-"""Hooks of mkdocs that add CONTRIBUTING.md and CHANGELOG.md, which are not in docs/, to the documentation site."""
+"""Adds CONTRIBUTING.md and CHANGELOG.md, which are not in docs/, to the documentation site (hooks of mkdocs)."""
 
 from __future__ import annotations
 

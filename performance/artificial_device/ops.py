@@ -34,7 +34,7 @@ class ArtificialHooks(NativeCpuHooks):
 
 
 class ArtificialSampling(SamplingGraphs):
-    """Runs the graphs of sampling, and tells the artificial device the name of each launched graph.
+    """Runs the graphs of sampling. The artificial device gets the name of each launched graph.
 
     If a launch of draws must be wrong (``ArtificialDevice.wrong_every``), it gets other random numbers.
     """

@@ -1,8 +1,8 @@
 """Measures the cost of KV tiers without hits: the time of a load with tiers, divided by the time without tiers.
 
 Starts two servers with the same config. Only one has KV tiers. In each round, both serve the same requests, one server
-after the other, and the servers alternate in serving first. A server without requests sleeps, so it takes no processor
-time from the other one. All prompts are random and used once, so no cached prefix and no tier helps. Both servers must
+after the other. The order changes with every round. A server without requests sleeps, so it takes no processor time
+from the other one. All prompts are random and used once, so no cached prefix and no tier helps. Both servers must
 generate the same tokens.
 
 Prints the mean of the rounds' ratios and its standard error. The exit code is 1 if the ratio exceeds --limit by more

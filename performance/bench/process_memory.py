@@ -24,7 +24,7 @@ class ProcessPages:
     own: int
     """Bytes of anonymous and shared memory. A page that n processes share counts as 1/n in each of them (PSS)."""
     files: Mapping[str, int]
-    """Bytes of each mapped file that are in memory. The key has the file's device and number."""
+    """Bytes that are in memory, for each mapped file. A key consists of the file's device and inode number."""
 
 
 @dataclass(frozen=True, slots=True)

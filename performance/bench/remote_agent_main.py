@@ -1,10 +1,10 @@
 """Compares an agent behind a network link with an agent on this machine: tokens per second, in alternating runs.
 
 Starts a node (``llm-serving cluster host``) on the loopback address, so both agents have the same processor and the
-same model. Only the transport of the steps differs: shared memory, or TLS to the node and shared memory on the node.
-In each round, both engines generate tokens for the same requests, one engine after the other. The engines alternate in
-running first. The ratio is the median of the rounds' ratios. The program also prints the processor time that the node,
-without its agents, needs for a step. The exit code is 1 if a ratio is below --limit.
+same model. Only the transport of the steps differs: shared memory, or TLS to the node and shared memory on the node. In
+each round, both engines generate tokens for the same requests, one engine after the other. The order changes with every
+round. The ratio is the median of the rounds' ratios. The program also prints the processor time that the node, without
+its agents, needs for a step. The exit code is 1 if a ratio is below --limit.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ QUOTA_SHARE = 0.1
 """Quota per minute of a heavy key, as a fraction of the peak goodput."""
 QUOTA_IN_FLIGHT = 8
 READER = "reader"
-"""A key that sends no load. The changed key file denies it all models, so its list of models shows when the server has
-read the file.
+"""A key that sends no load. The changed key file denies this key all models. So the list of models that the key gets
+shows when the server has read the file.
 """
 PEAK_STEPS = (0.85, 1.0, 1.15, 1.3)
 """The request rates that are measured to find the peak of the goodput, as multiples of a first estimate.

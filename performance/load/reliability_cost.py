@@ -13,8 +13,8 @@ The cost is the ratio of the two servers' CPU seconds per output token, includin
 ratios is compared with the limit. The program also prints the ratio of the times per output token. No limit applies to
 this ratio, because it changes by a quarter between runs of a small model.
 
-The exit code is 0 if the cost is below the limit, and 1 if it is above or requests failed. It is 3 if the cost is not
-decided: its distance to the limit is smaller than the standard error of the mean. More pairs or more requests make the
+The exit code is 0 if the cost is below the limit, and 1 if it is above or requests failed. It is 3 if the result is not
+decided: the cost is closer to the limit than the standard error of the mean. More pairs or more requests make the
 standard error smaller.
 """
 

@@ -27,7 +27,7 @@ COLUMNS: dict[str, Callable[[LoadFigures], float | None]] = {
 }
 """The possible columns of tables that compare runs.
 
-The function of a column calculates its value, or returns None if no request has this value.
+The function of a column calculates the column's value, or returns None if no request has this value.
 """
 
 

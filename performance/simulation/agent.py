@@ -164,7 +164,7 @@ class VirtualAgent:
     def _next_start(self) -> tuple[float, _Queued]:
         """Returns the start time of the step that runs next, and this step.
 
-        When the device becomes free, it chooses among the steps in the queue. A step of a lower priority class
+        When the device becomes free, it chooses among the steps in the queue. The step with the smallest priority class
         (``agent_order``) runs first. Within a class, the step that was sent first runs first.
         """
         queue = self._queue

@@ -1,4 +1,4 @@
-"""The command line of the simulator."""
+"""Defines the command line of the simulator."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class SimulationOptions:
-    """The parsed command line."""
+    """The parsed options of the command line."""
 
     config: str
     device: str

@@ -195,7 +195,7 @@ class VirtualServer:
         """
         due = self._source.next_due()
         if due is not None and not self._has_interrupted and min(self._other_events(), default=due) >= due:
-            self._interrupt(due)  # no earlier event can change which steps run when the request arrives
+            self._interrupt(due)  # it is now certain which steps run at this time
         times = [] if due is None else [due + self._host.accept_s]
         return min([*times, *self._other_events()], default=None)
 

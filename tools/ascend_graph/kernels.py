@@ -27,7 +27,7 @@ DEFAULT_LIST = frozenset(
 )  # fmt: skip
 """Primitives whose custom kernel runs unless a variable of the environment disables it.
 
-Source: ``IsOpEnabled`` in ``_WHEEL``.
+Source: ``IsOpEnabled`` in MindSpore's library (``_WHEEL``).
 """
 _LAYOUTS = {0: "BSH", 1: "BNSD", 2: "SBH", 3: "BSND", 4: "TND", 5: "TH", 6: "NSD", 7: "SH"}
 """``input_layout`` of FlashAttentionScore. Source: ``InputLayoutMode`` in the wheel's ``op_param.h``."""
@@ -81,8 +81,9 @@ class DeviceSettings:
     def uses_custom_kernel(self, primitive: str) -> bool:
         """Returns whether the custom kernel of a primitive is enabled.
 
-        Source: ``IsOpEnabled`` in ``_WHEEL``. The function starts with the default list, or with an empty list if
-        ``MS_ENABLE_INTERNAL_BOOST`` is ``off``. It then adds the enabled names and removes the disabled names.
+        Source: ``IsOpEnabled`` in MindSpore's library (``_WHEEL``). The function starts with the default list, or with
+        an empty list if ``MS_ENABLE_INTERNAL_BOOST`` is ``off``. It then adds the enabled names and removes the
+        disabled names.
         """
         is_default = self.environment.get("MS_ENABLE_INTERNAL_BOOST") != "off"
         enabled = (DEFAULT_LIST if is_default else frozenset()) | self.names(ENABLED_LIST)
@@ -124,9 +125,9 @@ class KernelRules:
     def paged_attention_kernel(self, node: Node) -> Kernel:
         """Returns the kernel of an unquantised PagedAttention.
 
-        Source: ``PagedAttentionOp::Router`` in ``_WHEEL``. The trapezoidal mask selects the custom kernel, and MLA
-        selects the ATB kernel. Otherwise the lists of enabled and disabled kernels decide. The rank of the query does
-        not influence the selection.
+        Source: ``PagedAttentionOp::Router`` in MindSpore's library (``_WHEEL``). The trapezoidal mask selects the
+        custom kernel, and MLA selects the ATB kernel. Otherwise the lists of enabled and disabled kernels decide. The
+        rank of the query does not influence the selection.
         """
         operands = self._wiring.operands(node)
         if operands[14].value == _TRAPEZOIDAL_MASK:
@@ -138,8 +139,8 @@ class KernelRules:
     def flash_attention_kernel(self, node: Node) -> Kernel:
         """Returns the kernel of a FlashAttentionScore.
 
-        Source: ``FlashAttentionScoreOp`` and its ``Router`` in ``_WHEEL`` ("Use AsdOp when input layout is TH or TND.",
-        "Use AsdOp when attn_mask is Bfloat16.").
+        Source: ``FlashAttentionScoreOp`` and its ``Router`` in MindSpore's library ``_WHEEL`` ("Use AsdOp when input
+        layout is TH or TND.", "Use AsdOp when attn_mask is Bfloat16.").
         """
         operands = self._wiring.operands(node)
         mask = self._type_of(operands[6])
@@ -188,8 +189,8 @@ class KernelRules:
     def _cache_sizes(self, cache: TensorType, max_head: int) -> Iterator[str]:
         """Yields the errors in the sizes of a KV cache.
 
-        Source: the error messages of ``InternalPagedAttentionTilingImpl`` in ``_WHEEL`` ("'head_dim' must be less than
-        or equal to 256 when is not MLA mode").
+        Source: the error messages of ``InternalPagedAttentionTilingImpl`` in MindSpore's library ``_WHEEL``
+        ("'head_dim' must be less than or equal to 256 when is not MLA mode").
         """
         if len(cache.shape) != 4:
             yield f"key_cache is {cache}; it must be [blocks, block size, heads, head size]"
@@ -206,7 +207,7 @@ class KernelRules:
         operands = self._wiring.operands(node)
         query, mask = self._type_of(operands[0]), self._type_of(operands[6])
         kernel, layout = self.flash_attention_kernel(node), _LAYOUTS.get(operands[16].value, "unknown")
-        # Source: the error message "Only support sparse mode in {0}" in _WHEEL.
+        # Source: the error message "Only support sparse mode in {0}" in MindSpore's library (``_WHEEL``).
         if operands[17].value != 0:
             yield f"sparse_mode is {operands[17].value}; {kernel.value} takes 0 only"
         ranks = {"TH": 2, "TND": 3, "SH": 2, "BSH": 3, "SBH": 3, "NSD": 3, "BNSD": 4, "BSND": 4}
@@ -244,7 +245,7 @@ class KernelRules:
     def _cache_write(self, node: Node) -> Iterator[str]:
         yield from self._inference_mode()
         key = self._type_of(self._wiring.operands(node)[0])
-        # Source: the error message "The rank of key and value should be 2 (TH) or 3 (BSH)" in _WHEEL.
+        # Source: the error message "The rank of key and value should be 2 (TH) or 3 (BSH)" in ``_WHEEL``.
         if key is not None and len(key.shape) not in (2, 3):
             yield f"key has rank {len(key.shape)}; the kernel takes 2 or 3"
         if key is None or key.dtype not in _CACHE_TYPES:
@@ -254,7 +255,7 @@ class KernelRules:
 
     def _matrix_product(self, node: Node) -> Iterator[str]:
         weight = self._type_of(self._wiring.operands(node)[1])
-        # Source: the error message "MatMul weight shape rank must be 2" in _WHEEL.
+        # Source: the error message "MatMul weight shape rank must be 2" in MindSpore's library (``_WHEEL``).
         if weight is not None and len(weight.shape) != 2:
             yield f"the weight has rank {len(weight.shape)}; the kernel takes 2"
 
@@ -329,8 +330,8 @@ class KernelRules:
 
     def _inference_mode(self) -> Iterator[str]:
         # Only with these settings does MindSpore use its inference kernels. Sources: MsContext::IsEnableInferBoost in
-        # libmindspore_core.so of _WHEEL, and context.py of mindspore 2.9.0 ("Only jit_level set O0 can set infer_boost
-        # to on.").
+        # libmindspore_core.so of the same wheel, and context.py of mindspore 2.9.0 ("Only jit_level set O0 can set
+        # infer_boost to on.").
         given = dict(self._settings.jit_config)
         if (given.get("jit_level"), given.get("infer_boost")) != ("O0", "on"):
             yield f"jit_config is {given}; this primitive's kernel needs jit_level O0 and infer_boost on"

@@ -30,7 +30,10 @@ class ProductRules:
         self._wiring, self._forms, self._dtype = wiring, forms, dtype
 
     def form_of(self, node: Node) -> LinearForm:
-        """Returns the form of a product's weight. A product outside the decoder layers belongs to the output layer."""
+        """Returns the form (layout) of a product's weight.
+
+        A product outside the decoder layers belongs to the output layer.
+        """
         return self._forms.output if node.layer is None else self._forms.layers
 
     def counts(self, products: int, *, with_output: bool) -> dict[str, int]:
@@ -49,7 +52,7 @@ class ProductRules:
     def hold_biases(self) -> bool:
         """True if the decoder layers need no Add for their biases.
 
-        This is so with static inputs: a product adds a stored vector (sum offsets), which then includes the bias.
+        With static inputs, a matrix product itself adds a stored vector (the sum offsets), which includes the bias.
         """
         return self._forms.layers.holds_bias
 

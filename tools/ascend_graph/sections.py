@@ -31,7 +31,7 @@ class SectionRules:
                 yield f"{name} has sections of (width, row of positions) {found}; the model's are {wanted}"
 
     def mask_problems(self, node: Node) -> Iterator[str]:
-        """Yields an error unless a mask compares the positions of tokens in their sequences."""
+        """Yields an error unless the mask is made from the tokens' positions in their sequences, row 0 of the input."""
         row = self._row(self._wiring.operands(node)[1])
         if row != 0:
             yield f"the mask reads row {row} of positions; positions in sequences are row 0"

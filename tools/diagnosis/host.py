@@ -1,6 +1,6 @@
 """Defines ``Host``, through which all checks see the machine: a root folder, an environment, and a command runner.
 
-A test can simulate any machine with it.
+With another ``Host``, a test can simulate any machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Addresses of the public documents to which ``errors.ini`` and the checks refer."""
+"""Lists the addresses of the public documents to which ``errors.ini`` and the checks refer."""
 
 from __future__ import annotations
 

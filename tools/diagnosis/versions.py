@@ -44,7 +44,7 @@ DRIVERS_OF_CANN: dict[Version, tuple[tuple[Version, ...], str]] = {
     (8, 1): (((25, 0),), sources.MINDFORMERS_VERSIONS),
     (8, 0): (((24, 1),), sources.MINDFORMERS_VERSIONS),
 }
-"""For each CANN version: the driver versions that are published as compatible, and the address of that page."""
+"""For each CANN version: the driver versions that a public page names as compatible, and the address of this page."""
 
 
 def parse_version(text: str) -> Version | None:

@@ -47,7 +47,7 @@ SUMS = ("steps", "prefill_steps", "decode_steps", "prefill_tokens", "decode_toke
 
 
 class EngineTotals:
-    """Adds up the engine's periodic log lines about its state. ``sums`` has the entries in ``SUMS``."""
+    """Adds up the engine's periodic log lines about its state. ``sums`` has a sum for each name in ``SUMS``."""
 
     def __init__(self) -> None:
         self.lines = 0

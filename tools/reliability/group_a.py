@@ -1,4 +1,4 @@
-"""The checks of group A: input of the HTTP API."""
+"""Defines the checks of group A: input of the HTTP API."""
 
 from __future__ import annotations
 

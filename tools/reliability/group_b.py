@@ -1,4 +1,4 @@
-"""The checks of group B: invariants of scheduler and KV cache."""
+"""Defines the checks of group B: invariants of scheduler and KV cache."""
 
 from __future__ import annotations
 

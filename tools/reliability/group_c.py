@@ -1,4 +1,4 @@
-"""The checks of group C: faults of processes."""
+"""Defines the checks of group C: faults of processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checks of group D: exhaustion of resources."""
+"""Defines the checks of group D: exhaustion of resources."""
 
 from __future__ import annotations
 

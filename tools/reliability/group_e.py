@@ -1,4 +1,4 @@
-"""The checks of group E: security."""
+"""Defines the checks of group E: security."""
 
 from __future__ import annotations
 

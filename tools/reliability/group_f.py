@@ -1,4 +1,4 @@
-"""The checks of group F: overload and long runs."""
+"""Defines the checks of group F: overload and long runs."""
 
 from __future__ import annotations
 

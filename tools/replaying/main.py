@@ -1,4 +1,4 @@
-"""The command line of ``tools/replay.py``."""
+"""Defines the command line of ``tools/replay.py`` and runs its commands."""
 
 from __future__ import annotations
 

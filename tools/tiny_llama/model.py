@@ -1,4 +1,4 @@
-"""A Llama for training, written with standard MindSpore operators (float32).
+"""Implements a Llama for training, with standard MindSpore operators (float32).
 
 The model computes the same as Hugging Face's Llama. It has RMSNorm before each sub-layer, rotate-half rotary embedding
 (Su et al., RoFormer, 2021) and grouped-query attention (Ainslie et al., 2023). It also has SwiGLU (Shazeer, 2020) and

@@ -1,4 +1,4 @@
-"""The programs that ``compare_peers.py --auto`` measures."""
+"""Defines the programs that ``compare_peers.py --auto`` measures."""
 
 from __future__ import annotations
 
