@@ -42,13 +42,14 @@ from agent.weights.packed import OUTPUT_LAYER, Packing
 from agent.weights.quantized import Scheme
 from agent.weights.source import WeightSource
 from llm_serving.errors import ConfigError
-from llm_serving.model.number_formats import AUTO, WeightFormat, weight_format
+from llm_serving.model.number_formats import AUTO, GROUP_SIZES_TEXT, WeightFormat, weight_format
 from llm_serving.model.quantization import MAX_WEIGHT_ONLY_SIZE
 
 GROUP_MULTIPLE = 32
 """WeightQuantBatchMatmul requires a group size that is a multiple of this and smaller than the number of inputs."""
 FLOAT = "float"
 """Name of the form of weights that are floats of ``model_dtype``."""
+_OTHER_GROUPS = f"another model_config.weight_group ({GROUP_SIZES_TEXT}), or int8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,17 +197,18 @@ def _form(spec: WeightSpec, source: WeightSource, packing: Packing) -> LinearFor
     if max(columns, depth) > MAX_WEIGHT_ONLY_SIZE:
         raise _error(
             packing,
-            f"{spec.parameter} is {columns} x {depth}; WeightQuantBatchMatmul takes at most {MAX_WEIGHT_ONLY_SIZE}",
+            f"{spec.parameter} is {columns} x {depth}; WeightQuantBatchMatmul takes at most {MAX_WEIGHT_ONLY_SIZE}; "
+            f"{_remedy(stored, 'int8 or auto')}",
         )
     group = stored.group if stored is not None else packing.group if wanted.has_groups else 0
     if group and (group % GROUP_MULTIPLE or group >= depth):
         raise _error(
             packing,
             f"{spec.parameter} has groups of {group} of its {depth} inputs; WeightQuantBatchMatmul takes multiples of "
-            f"{GROUP_MULTIPLE} that are smaller than the inputs",
+            f"{GROUP_MULTIPLE} that are smaller than the inputs; {_remedy(stored, _OTHER_GROUPS)}",
         )
     if not fills_bytes:
-        raise _error(packing, f"{spec.parameter} has {columns} outputs; {_bytes_text(wanted)}")
+        raise _error(packing, f"{spec.parameter} has {columns} outputs; {_bytes_text(wanted, stored)}")
     return LinearForm(wanted.name, group, wanted.zero != 0 and stored is not None, stored)
 
 
@@ -221,7 +223,8 @@ def _expert_form(spec: WeightSpec, source: WeightSource, packing: Packing) -> Li
     if max(columns, depth) > MAX_WEIGHT_ONLY_SIZE:
         raise _error(
             packing,
-            f"expert {spec.parameter} is {columns} x {depth}; GroupedMatmulV4 takes at most {MAX_WEIGHT_ONLY_SIZE}",
+            f"expert {spec.parameter} is {columns} x {depth}; GroupedMatmulV4 takes at most {MAX_WEIGHT_ONLY_SIZE}; "
+            "use auto",
         )
     if spec.bias and wanted.quantises_activations:
         raise _error(
@@ -239,15 +242,26 @@ def _expert_form(spec: WeightSpec, source: WeightSource, packing: Packing) -> Li
         raise _error(
             packing,
             f"{spec.parameter} has groups of {group} of an expert's {depth} inputs; GroupedMatmulV4 takes multiples of "
-            f"{GROUP_MULTIPLE} that divide the inputs",
+            f"{GROUP_MULTIPLE} that divide the inputs; {_remedy(stored, _OTHER_GROUPS)}",
         )
     if columns % wanted.values_per_byte:
-        raise _error(packing, f"an expert of {spec.parameter} has {columns} outputs; {_bytes_text(wanted)}")
+        problem = f"an expert of {spec.parameter} has {columns} outputs; {_bytes_text(wanted, stored)}"
+        raise _error(packing, problem)
     return LinearForm(wanted.name, group, not wanted.quantises_activations, stored)
 
 
-def _bytes_text(wanted: WeightFormat) -> str:
-    return f"{wanted.values_per_byte} {wanted.stored_as} values share a byte and must fill it"
+def _bytes_text(wanted: WeightFormat, stored: Scheme | None) -> str:
+    """Returns the limit of formats with several values in a byte, and what to do about it."""
+    limit = f"{wanted.values_per_byte} {wanted.stored_as} values share a byte and must fill it"
+    return f"{limit}; {_remedy(stored, 'int8 or auto')}"
+
+
+def _remedy(stored: Scheme | None, of_floats: str) -> str:
+    """Returns what to do about a weight that a primitive does not take. ``of_floats`` is the remedy for stored floats.
+
+    Stored integers keep their format and groups, so only floats can take their place.
+    """
+    return "use auto, which dequantises" if stored is not None else f"use {of_floats}"
 
 
 def _error(packing: Packing, problem: str) -> ConfigError:

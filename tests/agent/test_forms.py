@@ -16,6 +16,7 @@ from llm_serving.errors import CheckpointError, ConfigError
 
 DEPTH, COLUMNS, VOCABULARY = 128, 6, 70_000
 INT4 = Packing("int4")
+OTHER_GROUPS = "another model_config.weight_group (32, 64 or 128), or int8"
 
 
 def spec(name: str, columns: int, depth: int, kind: WeightKind = "linear") -> WeightSpec:
@@ -82,26 +83,59 @@ def test_stored_int4_has_offsets() -> None:
 
 
 @pytest.mark.parametrize(
-    ("specs", "packing", "problem"),
+    ("specs", "packing", "problem", "remedy"),
     [
-        ([spec("layers.0.a", 4, 32)], Packing("int4", 32), "groups of 32 of its 32 inputs"),
-        ([spec("layers.0.a", 5, 128)], Packing("int4", 32), "5 outputs; 2 int4 values share a byte"),
-        ([spec("layers.0.a", 65_536, 128)], Packing("int8_weight_only"), "WeightQuantBatchMatmul takes at most 65535"),
+        ([spec("layers.0.a", 4, 32)], Packing("int4", 32), "groups of 32 of its 32 inputs", OTHER_GROUPS),
+        ([spec("layers.0.a", 5, 128)], Packing("int4", 32), "5 outputs; 2 int4 values share a byte", "int8 or auto"),
+        (
+            [spec("layers.0.a", 65_536, 128)],
+            Packing("int8_weight_only"),
+            "is 65536 x 128; WeightQuantBatchMatmul takes at most 65535",
+            "int8 or auto",
+        ),
         (
             [experts(4, 80)],
             Packing("int4", 32),
-            "groups of 32 of an expert's 80 inputs; GroupedMatmulV4 takes multiple",
+            "groups of 32 of an expert's 80 inputs; GroupedMatmulV4 takes multiples of 32",
+            OTHER_GROUPS,
         ),
-        ([experts(4, 64)], Packing("int4", 16), "groups of 16 of an expert's 64 inputs"),
-        ([experts(5, 64)], Packing("int4", 32), "an expert of layers.0.mlp.down.weight has 5 outputs"),
-        ([experts(65_536, 64)], Packing("int8"), "is 65536 x 64; GroupedMatmulV4 takes at most 65535"),
+        ([experts(4, 64)], Packing("int4", 16), "groups of 16 of an expert's 64 inputs", OTHER_GROUPS),
+        (
+            [experts(5, 64)],
+            Packing("int4", 32),
+            "an expert of layers.0.mlp.down.weight has 5 outputs; 2 int4 values share a byte",
+            "int8 or auto",
+        ),
+        ([experts(65_536, 64)], Packing("int8"), "is 65536 x 64; GroupedMatmulV4 takes at most 65535", "auto"),
     ],
 )
 def test_weights_that_the_primitives_do_not_support_are_refused(
-    specs: list[WeightSpec], packing: Packing, problem: str
+    specs: list[WeightSpec], packing: Packing, problem: str, remedy: str
 ) -> None:
-    with pytest.raises(ConfigError, match=problem):
+    with pytest.raises(ConfigError) as refused:
         linear_forms(specs, SeededWeights(0), packing)
+    assert problem in str(refused.value)
+    assert str(refused.value).endswith(f"; use {remedy}")
+
+
+@pytest.mark.parametrize(
+    ("refused_spec", "group", "problem"),
+    [
+        (spec("layers.0.a", COLUMNS, DEPTH), 16, "groups of 16 of its 128 inputs"),
+        (spec("layers.0.a", COLUMNS - 1, DEPTH), 32, "5 outputs; 2 int4 values share a byte"),
+        (spec("layers.0.a", 65_536, DEPTH), 32, "WeightQuantBatchMatmul takes at most 65535"),
+        (experts(COLUMNS, DEPTH), 16, "groups of 16 of an expert's 128 inputs"),
+        (experts(COLUMNS - 1, DEPTH), 32, "has 5 outputs; 2 int4 values share a byte"),
+    ],
+)
+def test_stored_integers_that_the_primitives_do_not_support_can_only_be_dequantised(
+    refused_spec: WeightSpec, group: int, problem: str
+) -> None:
+    stored = Stored(dict.fromkeys((part.name for part in refused_spec.parts), int4_tensor(group=group)))
+    with pytest.raises(ConfigError) as refused:
+        linear_forms([refused_spec], stored, INT4)
+    assert problem in str(refused.value)
+    assert str(refused.value).endswith("; use auto, which dequantises")
 
 
 def test_a_format_that_contradicts_the_stored_integers_is_refused() -> None:
