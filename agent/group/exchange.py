@@ -14,7 +14,15 @@ import numpy.typing as npt
 from agent.group.model_part import ModelPart
 from agent.kernels import collectives
 from agent.weights.storage import Array
-from llm_serving.ipc.exchange import COLLECTIVE_BYTES, DOWN_WORD, RING_STEPS, ExchangeMemory
+from llm_serving.ipc.exchange import (
+    COLLECTIVE_BYTES,
+    DOWN_WORD,
+    DRAWN,
+    RING_STEPS,
+    SAMPLED,
+    TOKEN_PLACES,
+    ExchangeMemory,
+)
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -33,7 +41,8 @@ class Exchange:
         self._down = self._base + 4 * DOWN_WORD
         spans_nodes = part.parallel.nodes_per_replica > 1
         self._bell = self._base + layout.bell_line if spans_nodes else 0
-        self._tokens = self._bytes[layout.tokens :].view(np.int32)[: layout.max_rows]
+        tokens = self._bytes[layout.tokens :][: TOKEN_PLACES * layout.token_place_bytes].view(np.int32)
+        self._tokens = tokens.reshape(TOKEN_PLACES, 2, layout.max_rows)
         self._steps_sent = self._steps_received = self._steps_sampled = 0
         if part.is_split:
             size = part.parallel.tensor_parallel
@@ -95,26 +104,36 @@ class Exchange:
         self._steps_received += 1
         collectives.publish(self._base + self._layout.ring_read_line(self._part.member), number + 1, 0, self._bell)
 
-    def post_tokens(self, rows: Int32Array, token_ids: Int32Array) -> None:
-        """Publishes the tokens that the current step sampled for the batch rows ``rows``.
+    def post_tokens(self, sampled: Int32Array, drawn: Int32Array) -> None:
+        """Publishes the tokens after a step, int32 [max_rows] each.
 
-        The agent that samples calls this once in each step. The token of a batch row overwrites its previous token,
-        which no agent needs any more. Each agent reads the previous token before it computes its part of the current
-        step. The current step is sampled only after all parts have been computed.
+        ``sampled`` has the last token of every batch row. ``drawn`` has the tokens that the device has drawn in this
+        step, and any number for all other batch rows. The agent that samples calls this once in each step, in the order
+        of the steps.
+
+        No agent misses a token, although this method waits for no agent:
+
+        - An agent reads the last token of a batch row before it launches its part of a step with this batch row. The
+          next token of the row is sampled only after all parts have been computed. Until then, all places that are
+          written have the same token.
+        - If the device has drawn tokens in a step, each agent reads the step's tokens before it launches the second
+          step after it. So only the tokens of the next step can be published before. They go to another place.
         """
-        self._tokens[rows] = token_ids
+        place = self._tokens[self._steps_sampled % TOKEN_PLACES]
+        place[SAMPLED], place[DRAWN] = sampled, drawn
         self._steps_sampled += 1
         line = self._base + self._layout.token_line
-        collectives.publish(line, self._steps_sampled, self._tokens.nbytes, self._bell)
+        collectives.publish(line, self._steps_sampled, place.nbytes, self._bell)
 
     def tokens_after(self, step: int) -> Int32Array:
-        """Waits until step number ``step`` (counted from 0) has been sampled. Returns the last token of every batch
-        row.
+        """Waits until step number ``step`` (counted from 0) has been sampled. Returns the arrays ``SAMPLED`` and
+        ``DRAWN`` that ``post_tokens`` has published, int32 [2, max_rows].
 
         Raises GroupDownError if the group failed.
         """
         self._wait("tokens of the last stage", self._layout.token_line, step + 1)
-        return self._tokens
+        tokens: Int32Array = self._tokens[step % TOKEN_PLACES]
+        return tokens
 
     def _wait(self, reason: str, line: int, target: int, timeout_s: float | None = None) -> None:
         collectives.wait_for(reason, self._base + line, target, self._down, timeout_s or self._timeout_s)

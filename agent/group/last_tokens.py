@@ -14,6 +14,7 @@ from agent.group.exchange import Exchange
 from agent.group.model_part import ModelPart
 from agent.sampler import RowTable
 from agent.step_inputs import no_last_token, rows_of_last_tokens
+from llm_serving.ipc.exchange import DRAWN, SAMPLED
 from llm_serving.ipc.shm import LAST_TOKEN, StepSlot
 
 Int32Array = npt.NDArray[np.int32]
@@ -58,7 +59,7 @@ class SharedLastTokens:
         """
         tokens = self._table.last_token
         if not self._part.returns_results:
-            tokens = self._exchange.tokens_after(int(self._sampled_in[needed].max()))
+            tokens = self._exchange.tokens_after(int(self._sampled_in[needed].max()))[SAMPLED]
         # If sampling failed, the table has a negative number. Every agent then uses token 0.
         last: Int32Array = np.maximum(tokens[needed], 0)
         return last
@@ -78,19 +79,36 @@ class SharedLastTokens:
         self.publish(slot)
         self.record(slot)
 
-    def record(self, slot: StepSlot) -> None:
-        """Records, for the batch rows that the step in ``slot`` samples, the number of this step. Counts the step."""
-        self._sampled_in[_sampled_rows(slot)] = self._steps
-        self._steps += 1
+    def record(self, slot: StepSlot) -> int:
+        """Records, for the batch rows that the step in ``slot`` samples, the number of this step. Counts the step.
 
-    def publish(self, slot: StepSlot) -> None:
+        Returns the number of the step.
+        """
+        number = self._steps
+        self._sampled_in[_sampled_rows(slot)] = number
+        self._steps += 1
+        return number
+
+    def publish(self, slot: StepSlot, drawn: Int32Array | None = None) -> None:
         """Publishes the tokens of the oldest step that was not published. Does nothing in agents that do not sample.
 
-        If sampling failed, the published token is 0. A later step may compute with it, but no client sees the result.
+        ``drawn`` [seqs] are the tokens that the device has chosen, or None if it has drawn none. If sampling failed,
+        the published token of a sequence is an earlier one or 0. A later step may compute with it, but no client sees
+        the result.
         """
         if self._part.returns_results:
-            rows = _sampled_rows(slot)
-            self._exchange.post_tokens(rows, np.maximum(self._table.last_token[rows], 0))
+            of_rows = np.zeros_like(self._table.last_token)
+            of_rows[slot.rows[: slot.num_seqs]] = 0 if drawn is None else drawn
+            self._exchange.post_tokens(np.maximum(self._table.last_token, 0), of_rows)
+
+    def of_step(self, number: int, rows: Int32Array) -> tuple[Int32Array, Int32Array]:
+        """Returns copies of the tokens that the host and the device have chosen in a step for the batch rows ``rows``.
+
+        Waits until the step with this number is sampled. The device must have drawn tokens in it. This agent must not
+        have launched the second step after it (``Exchange.post_tokens``). Raises GroupDownError if the group failed.
+        """
+        tokens = self._exchange.tokens_after(number)
+        return tokens[SAMPLED][rows], tokens[DRAWN][rows]
 
 
 def _sampled_rows(slot: StepSlot) -> Int32Array:

@@ -11,7 +11,8 @@ group with more than one agent, the server creates one segment, and each agent m
                         the sizes of the last two pieces of data that the counter announced
     bell                a flag line that all agents of a machine increment after each change, if the group spans
                         several machines. It wakes the process that copies data between these machines
-    tokens              the last sampled token of each batch row; the agent that samples writes them
+    tokens              two places, used alternately: the last sampled token of each batch row, and the token that
+                        the device has drawn for it in this step. The agent that samples writes them
     collective buffers  two for each agent, used alternately: one piece of its contribution to a sum or a gather
     activation rings    one for each border between stages: the residual stream of the last ``RING_STEPS`` steps
 
@@ -37,11 +38,17 @@ if TYPE_CHECKING:
     from llm_serving.model.shape import ModelShape
 
 EXCHANGE_MAGIC = 0x0E8C4A6E
-EXCHANGE_VERSION = 2
+EXCHANGE_VERSION = 3
 COLLECTIVE_BYTES = 512 * 1024
 """Bytes of one collective buffer. Larger sums and gathers are computed in pieces of this size, which fit the CPU's
 cache."""
 COLLECTIVE_BUFFERS = 2
+TOKEN_PLACES = 2
+"""Number of steps whose tokens the exchange keeps. While an agent reads the tokens of a step, the next step may be
+sampled.
+"""
+SAMPLED, DRAWN = range(2)
+"""Indices of the two arrays in a place of tokens."""
 RING_STEPS = 2
 """Maximum number of steps that a pipeline stage may be ahead of the next stage."""
 LINE_BYTES = 64
@@ -124,8 +131,16 @@ class ExchangeLayout:
 
     @property
     def tokens(self) -> int:
-        """Offset of the last sampled token of each batch row, int32 [max_rows]."""
+        """Offset of the tokens of the last steps, int32 [TOKEN_PLACES, 2, max_rows].
+
+        The middle axis has the indices ``SAMPLED`` and ``DRAWN``.
+        """
         return self.bell_line + LINE_BYTES
+
+    @property
+    def token_place_bytes(self) -> int:
+        """Bytes of the tokens of one step."""
+        return 2 * 4 * self.max_rows
 
     @property
     def collective_buffers(self) -> int:
@@ -133,7 +148,7 @@ class ExchangeLayout:
 
         Without tensor parallelism, their size is 0.
         """
-        return aligned(self.tokens + 4 * self.max_rows, _PAGE_BYTES)
+        return aligned(self.tokens + TOKEN_PLACES * self.token_place_bytes, _PAGE_BYTES)
 
     @property
     def collective_member_bytes(self) -> int:

@@ -6,8 +6,8 @@ announces. If the writer of a stream and one of its readers are on different mac
 
 A stream has a fixed number of *places*, which hold one piece of data each and are used in turn. The writer waits for
 its readers before it uses a place again. So a piece that was not copied yet is never overwritten. The stream of sampled
-tokens has one place, and only its newest content is copied. This is enough, because an agent reads the token of a batch
-row before the next token of this row is sampled.
+tokens is different: its writer does not wait. ``agent.group.exchange.Exchange.post_tokens`` says why no agent misses a
+token that it needs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from llm_serving.ipc.exchange import COLLECTIVE_BUFFERS, COLLECTIVE_BYTES, RING_STEPS, ExchangeLayout
+from llm_serving.ipc.exchange import COLLECTIVE_BUFFERS, COLLECTIVE_BYTES, RING_STEPS, TOKEN_PLACES, ExchangeLayout
 
 _COUNTERS = 1 << 32
 
@@ -71,5 +71,6 @@ def streams_of(layout: ExchangeLayout) -> list[Stream]:
         pieces = (COLLECTIVE_BUFFERS, buffers, COLLECTIVE_BYTES)
         found.append(Stream(layout.collective_line(member), member, stages[member // width] - {member}, *pieces))
     sampler = size - width
-    found.append(Stream(layout.token_line, sampler, group - {sampler}, 1, layout.tokens, 4 * layout.max_rows))
+    tokens = (TOKEN_PLACES, layout.tokens, layout.token_place_bytes)
+    found.append(Stream(layout.token_line, sampler, group - {sampler}, *tokens, first=1))
     return found

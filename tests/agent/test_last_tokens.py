@@ -115,6 +115,25 @@ def test_a_failed_sampling_publishes_a_valid_token(pair: Pair) -> None:
     assert resolved(pair.first, LAST, row(3), ONE) == [0]
 
 
+def test_the_tokens_of_a_step_can_be_read_until_the_second_step_after_it_is_sampled(pair: Pair) -> None:
+    """The other agents compare the tokens that the device has drawn in a step, while the next step is sampled already.
+
+    Every agent gets the same tokens, also after a sampling that failed.
+    """
+    slot = pair.step([3, 1], [True, True])
+    for number in range(5):
+        assert {agent.record(slot) for agent in (pair.first, pair.last)} == {number}
+        pair.tables[1].last_token[[3, 1]] = 10 * number, -1
+        pair.last.publish(slot, np.array([10 * number + number % 2, 7], np.int32))
+        for agent in (pair.first, pair.last):
+            for step in range(max(0, number - 1), number + 1):
+                sampled, drawn = agent.of_step(step, slot.rows[:2])
+                assert sampled.tolist() == [10 * step, 0]
+                assert drawn.tolist() == [10 * step + step % 2, 7]
+    with pytest.raises(GroupDownError, match="tokens of the last stage"):
+        pair.first.of_step(5, slot.rows[:2])
+
+
 def test_streams_go_from_stage_to_stage_in_order(pair: Pair) -> None:
     sender, receiver = pair.exchanges
     width, out = SHAPE.hidden_size, np.zeros((2, SHAPE.hidden_size), np.float32)

@@ -16,6 +16,7 @@ from llm_serving.ipc.exchange import (
     COLLECTIVE_BYTES,
     LINE_BYTES,
     RING_STEPS,
+    TOKEN_PLACES,
     ExchangeLayout,
     ExchangeMemory,
     exchange_bytes,
@@ -39,7 +40,7 @@ def test_areas_of_the_exchange_do_not_overlap(tp: int, pp: int) -> None:
     lines += [layout.ring_read_line(member) for member in range(size)]
     lines += [layout.ring_written_line(border) for border in range(pp - 1)]
     regions = [(line, line + LINE_BYTES) for line in lines]
-    regions.append((layout.tokens, layout.tokens + 4 * LIMITS.max_seqs))
+    regions.append((layout.tokens, layout.tokens + TOKEN_PLACES * 2 * 4 * LIMITS.max_seqs))
     if tp > 1:
         each = COLLECTIVE_BUFFERS * COLLECTIVE_BYTES
         starts = [layout.collective_buffers + member * layout.collective_member_bytes for member in range(size)]

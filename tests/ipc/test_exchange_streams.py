@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llm_serving.ipc.exchange import COLLECTIVE_BYTES, RING_STEPS, ExchangeLayout
+from llm_serving.ipc.exchange import COLLECTIVE_BYTES, RING_STEPS, TOKEN_PLACES, ExchangeLayout
 from llm_serving.ipc.exchange_streams import Stream, streams_of
 
 SIZES = [(2, 1), (1, 2), (3, 1), (2, 2), (2, 3), (1, 4)]
@@ -42,7 +42,9 @@ def test_every_counter_has_a_stream_with_its_writer_and_its_readers(tp: int, pp:
         ]
     tokens = stream_at(streams, layout.token_line)
     assert (tokens.writer, tokens.readers) == (size - tp, group - {size - tp})
-    assert {tokens.place(value) for value in range(5)} == {layout.tokens}
+    assert [tokens.place(step + 1) for step in range(3)] == [
+        layout.tokens + step % TOKEN_PLACES * layout.token_place_bytes for step in range(3)
+    ]
     assert len(streams) == size + 1 + (size if tp > 1 else 0) + (pp - 1) * (1 + tp)
 
 
@@ -53,12 +55,13 @@ def test_pieces_of_sums_are_where_the_kernels_put_them() -> None:
     assert [sums.place(value) for value in (2, 3, 4)] == [own, own + COLLECTIVE_BYTES, own]
 
 
-def test_every_piece_is_copied_in_order_but_only_the_newest_of_counters_and_tokens() -> None:
+def test_every_piece_is_copied_in_order_but_only_the_newest_of_counters() -> None:
     layout = layout_of(2, 2)
     streams = streams_of(layout)
     ring = stream_at(streams, layout.ring_written_line(0))
     assert list(ring.values_after(6, 7)) == [7]
     assert list(ring.values_after(6, 8)) == [7, 8]
     assert list(ring.values_after(0xFFFFFFFF, 1)) == [0, 1], "counters wrap around"
-    for line in (layout.token_line, layout.arrival_line(1), layout.ring_read_line(2)):
+    for line in (layout.arrival_line(1), layout.ring_read_line(2)):
         assert list(stream_at(streams, line).values_after(3, 9)) == [9]
+    assert list(stream_at(streams, layout.token_line).values_after(3, 9)) == [8, 9], "the places of the last two steps"
