@@ -238,7 +238,7 @@ class ModelRunner:
         the agent must end.
         """
         if self.ahead is not None:
-            self.ahead.finish_all()
+            self.ahead.settle()
         start = time.perf_counter_ns()
         inputs, moves = self._reader.read(slot, is_decode=is_decode), self._reader.read_moves(slot)
         self._sampler.rows.start_rows(slot)
@@ -279,7 +279,7 @@ class ModelRunner:
     def run_moves(self, slot: StepSlot) -> StepCost:
         """Runs a step that only copies blocks. Raises the same errors as ``run_step``."""
         if self.ahead is not None:
-            self.ahead.finish_all()
+            self.ahead.settle()
         start = time.perf_counter_ns()
         if slot.num_tokens:
             raise ProtocolError(f"a step of moves has {slot.num_tokens} tokens; it must have none")

@@ -77,12 +77,15 @@ class DeviceScores(ABC):
         """Draws tokens on the device, for the sequences that ``draws`` selects. ``find_candidates`` must come first.
 
         ``draws`` is float32 [seqs, columns], with the columns of ``agent.run_ahead.draws.DrawColumn``. Call this at
-        most once, and only if ``num_drawable`` is above 0.
+        most once, and only if ``num_drawable`` is above 0. If agents share the vocabulary, all of them must call this
+        for the same steps.
         """
 
     @abstractmethod
     def chosen(self) -> Int32Array:
-        """Fetches the tokens of ``chosen_ids`` for the sequences of the step: int32 [seqs]."""
+        """Fetches the tokens of ``chosen_ids`` for the sequences of the step: int32 [seqs]. Only the agent that samples
+        may call this.
+        """
 
     @abstractmethod
     def chosen_ids(self) -> Any:

@@ -33,10 +33,10 @@ def num_candidates(vocab_size: int, part: ModelPart | None) -> int:
 def num_drawable(vocab_size: int, part: ModelPart | None) -> int:
     """Returns the number of candidates among which a device can draw a token (``agent.run_ahead.draws``).
 
-    It is 0 if agents share the vocabulary. Each of them would have to know whether the host chose the same token.
+    If agents share the vocabulary, it is the number of the best tokens of all agents that are certain to be candidates.
+    It is 0 if the agent launches no steps ahead.
     """
-    is_alone = part is None or (part.may_run_ahead and not part.is_split)
-    return num_candidates(vocab_size, part) if is_alone else 0
+    return num_candidates(vocab_size, part) if part is None or part.may_run_ahead else 0
 
 
 class BestTokens(nn.Cell):

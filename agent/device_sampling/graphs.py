@@ -37,7 +37,7 @@ class SamplingGraphs:
     """
 
     def __init__(self, vocab_size: int, part: ModelPart | None, hooks: DeviceHooks, *, draws: bool = False) -> None:
-        """With ``draws``, the device can draw tokens, unless agents share the vocabulary."""
+        """With ``draws``, the device can draw tokens."""
         self.vocab_size = vocab_size
         self.num_drawable = num_drawable(vocab_size, part) if draws else 0
         self.num_parts = 1 if part is None or not part.is_split else part.parallel.tensor_parallel
@@ -61,9 +61,9 @@ class SamplingGraphs:
             self._candidates.compile((given, as_tensor(np.ones((seqs, 1), np.float32))))
             self._rows.compile((given, as_tensor(np.zeros(1, np.int32))))
         if self.num_drawable:
-            self._draws = CompiledGraph(draws_cell(self.num_drawable))
-            shape, draws = (seqs, self.num_drawable), np.ones((seqs, len(DrawColumn)), np.float32)
-            rows = np.zeros(seqs, np.int32), np.zeros(seqs, np.float32)
+            self._draws = CompiledGraph(draws_cell(self.num_drawable, self._part))
+            shape, draws = (self.num_parts * seqs, self.num_drawable), np.ones((seqs, len(DrawColumn)), np.float32)
+            rows = np.zeros(seqs, np.int32), np.zeros(self.num_parts * seqs, np.float32)
             arrays = (np.zeros(shape, np.float32), np.zeros(shape, np.int64), *rows, draws)
             with self._hooks.graph_run(compiles=True):
                 self._draws.compile(tuple(as_tensor(array) for array in arrays))
@@ -96,7 +96,10 @@ class SamplingGraphs:
         return self._hooks.launch(run, _CANDIDATES_FETCHED if self._samples else _NOTHING)
 
     def run_draws(self, step: Launch, candidates: Launch, draws: Float32Array) -> Launch:
-        """Runs the graph of ``draws_cell`` on the best tokens of a step and the candidates of the same step."""
+        """Runs the graph of ``draws_cell`` on the best tokens of a step and the candidates of the same step.
+
+        If agents share the vocabulary, all of them must call this for the same steps.
+        """
 
         def run() -> tuple[Tensor, ...]:
             assert self._draws is not None, "compile() must come first, and num_drawable must be above 0"
@@ -104,7 +107,7 @@ class SamplingGraphs:
             with self._hooks.graph_run():
                 return (self._draws.run((best, ids, as_device(step.results()[1]), masses, as_tensor(draws))),)
 
-        return self._hooks.launch(run, _DRAWS_FETCHED)
+        return self._hooks.launch(run, _DRAWS_FETCHED if self._samples else _NOTHING)
 
     def run_rows(self, launch: Launch, result: int, indices: Int32Array) -> Launch:
         """Gathers rows of logits with the graph of ``rows_cell``.

@@ -9,6 +9,9 @@ Therefore text never depends on the arithmetic of a device.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +19,7 @@ import numpy.typing as npt
 from agent.kernels import uniform_numbers
 from agent.run_ahead.odds import DrawOdds
 from agent.sampler import decided_by_all, decided_by_candidates
-from agent.scores import DeviceScores, Float32Array
+from agent.scores import DeviceScores, Float32Array, Int32Array
 from llm_serving.ipc.shm import StepSlot
 
 _BELOW_ONE = np.nextafter(np.float32(1), np.float32(0))
@@ -47,20 +50,50 @@ class DrawColumn(enum.IntEnum):
     """The part of the whole row's mass that ``top_p`` keeps at least: ``top_p``, at most 1."""
 
 
-def start_draws(scores: DeviceScores, slot: StepSlot, odds: DrawOdds) -> npt.NDArray[np.bool_]:
-    """Starts the choice of tokens on the device, after ``find_candidates``. Returns, for each sequence, whether the
-    device draws its token: bool [seqs].
+class StartedDraws(NamedTuple):
+    """The sequences of a step whose tokens the device draws."""
+
+    are_drawn: npt.NDArray[np.bool_]
+    """[seqs]: whether the device draws the token. The host must then compare the token with its own."""
+    are_whole: npt.NDArray[np.bool_]
+    """[seqs]: whether the token may be none of the candidates, because the sequence has no ``top_k``."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnTokens:
+    """The tokens that were chosen in a step, by the sampler and by the device: both int32 [seqs]."""
+
+    sampled: Int32Array
+    """If a sequence has no token, because its logits are not finite, this is a negative number or any token."""
+    drawn: Int32Array
+
+
+DrawnLater = Callable[[], DrawnTokens]
+"""Returns the tokens of a step that was sampled, as soon as they are known (``agent.run_ahead.last_tokens``)."""
+
+
+class CheckedDraws(NamedTuple):
+    """Counts the tokens that the device has drawn in a step, and with which the next step was launched."""
+
+    num_draws: int = 0
+    """Number of these tokens. Sequences without ``top_k`` do not count."""
+    num_wrong: int = 0
+    """Number of these tokens that the sampler has not chosen."""
+
+
+def start_draws(scores: DeviceScores, slot: StepSlot, odds: DrawOdds) -> StartedDraws:
+    """Starts the choice of tokens on the device, after ``find_candidates``. Returns which tokens the device draws.
 
     ``odds`` decides whether the device draws tokens of sequences without ``top_k``.
     """
-    drawn = decided_by_candidates(slot, scores.num_drawable)
+    drawn, whole = decided_by_candidates(slot, scores.num_drawable), np.zeros(slot.num_seqs, np.bool_)
     if scores.num_drawable:
         whole = decided_by_all(slot)
         if whole.any() and odds.allow(int(whole.sum())):
             drawn |= whole
     if drawn.any():
         scores.draw(draw_parameters(slot, drawn))
-    return drawn
+    return StartedDraws(drawn, whole)
 
 
 def draw_parameters(slot: StepSlot, drawn: npt.NDArray[np.bool_]) -> Float32Array:

@@ -13,7 +13,8 @@ If the host chooses another token than the device has drawn, the next step was c
 launched again with the right tokens. Its second launch writes the same KV positions, before any other step reads them.
 
 The agents of a group launch the same graphs in the same order, because their decisions depend only on the inputs of the
-steps. Only one agent samples. The other agents get the tokens that its host chooses through ``LastTokens``.
+steps and on the sampled tokens, and never on the time at which a step was sampled. Only one agent samples. The other
+agents get the tokens that its host chooses through ``LastTokens``.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from agent.run_ahead.draws import start_draws
+from agent.run_ahead.draws import CheckedDraws, DrawnLater, StartedDraws, start_draws
 from agent.run_ahead.inserted import InsertedIds
 from agent.run_ahead.last_tokens import LastTokens
 from agent.run_ahead.odds import DrawOdds
-from agent.sampler import decided_by_all, decided_by_best, find_candidates
+from agent.sampler import decided_by_best, find_candidates
 from agent.scores import DeviceScores, StepLogits
 from agent.step_cost import StepCost
 from agent.step_inputs import Int32Array, StepInputs, StepReader, rows_of_last_tokens
 from agent.weights.storage import Array
+from llm_serving.errors import GroupDownError
 from llm_serving.ipc.shm import LAST_TOKEN, StepSlot
 
 MAX_UNSAMPLED = 2
@@ -87,9 +88,12 @@ class _Launched:
     """The step's inputs and ``inserted`` must stay in memory while the device may read them."""
     inserted: InsertedIds | None
     needs_logits: bool
-    is_drawn: npt.NDArray[np.bool_]
-    """[seqs]: whether the device draws the token of a sequence. The host must then compare the token with its own."""
+    draws: StartedDraws
     start: int
+    checked: CheckedDraws
+    """The drawn tokens with which this step was launched."""
+    tokens: DrawnLater | None = None
+    """Returns the chosen tokens, after the step was sampled. None if the device has drawn no token."""
     void: _Launched | None = None
     """The first launch of this step, if it was computed with wrong tokens. The device may still read its inputs."""
     computed: int = 0
@@ -101,17 +105,6 @@ class _Launched:
     def note_computed(self) -> None:
         self.computed = time.perf_counter_ns()
         self.is_computed.set()
-
-
-class _DrawCheck(NamedTuple):
-    """Compares the tokens that the device has drawn in a step with those of the sampler."""
-
-    num_draws: int = 0
-    """Number of drawn tokens with which the next step was launched. Sequences without ``top_k`` do not count."""
-    num_wrong: int = 0
-    """Number of these tokens that the sampler has not chosen."""
-    corrected: StepInputs | None = None
-    """The right inputs of the next step. None if its inputs are right."""
 
 
 class StepsAhead:
@@ -127,6 +120,8 @@ class StepsAhead:
 
         _NOT_SAMPLED if this step samples no token for the batch row. _HOST_CHOOSES if the host must choose the token.
         """
+        self._source: _Launched | None = None
+        """The newest launched step, if the next step takes its tokens from the device. None if the host has them."""
         self._odds = DrawOdds()
         self._last_computed = 0
         self.on_computed: Callable[[], None] = lambda: None
@@ -147,28 +142,44 @@ class StepsAhead:
         keeps_logits = self._device.step_graph().keeps_logits
         overwrites = not keeps_logits and any(each.needs_logits for each in self._launched)
         if moves.size or slot.history_len or overwrites:
-            self.finish_all()
+            self.settle()
         inserted = self._resolve(inputs)
         self._tokens.start_rows(slot)
         if moves.size:
             self._device.move_blocks(moves)
+        source = self._source
         try:
-            launched = self._launch(slot, inputs, inserted, done, start)
+            launched = self._launch(slot, inputs, inserted, done, start, CheckedDraws())
         except RuntimeError as error:
             self.finish_all()
             raise self._device.after_failure(error) from error
-        self._launched.append(launched)
         self._tokens.record(slot)
-        self._note_places(launched)
-        self._watch(launched)
+        self._add(launched)
+        if source is not None:
+            self._check_draws(source, launched)
 
     def _launch(
-        self, slot: StepSlot, inputs: StepInputs, inserted: InsertedIds | None, done: Done, start: int
+        self,
+        slot: StepSlot,
+        inputs: StepInputs,
+        inserted: InsertedIds | None,
+        done: Done,
+        start: int,
+        checked: CheckedDraws,
     ) -> _Launched:
         scores = self._device.step_graph().run(inputs, inputs.token_ids, inserted)
         assert isinstance(scores, DeviceScores), "a device that runs ahead keeps the logits"
-        needs_logits, is_drawn = find_candidates(scores, slot), start_draws(scores, slot, self._odds)
-        return _Launched(slot, scores, done, inputs, inserted, needs_logits, is_drawn, start)
+        needs_logits, draws = find_candidates(scores, slot), start_draws(scores, slot, self._odds)
+        return _Launched(slot, scores, done, inputs, inserted, needs_logits, draws, start, checked)
+
+    def _add(self, launched: _Launched) -> None:
+        """Adds a launched step. The next step takes its tokens from the device if it is launched before the host has
+        them.
+        """
+        self._launched.append(launched)
+        self._source = launched
+        self._note_places(launched)
+        self._watch(launched)
 
     def _watch(self, launched: _Launched) -> None:
         """Notes when the device has computed the step. ``launched`` must be among the launched steps already."""
@@ -192,6 +203,14 @@ class StepsAhead:
         while self._launched:
             self._finish_oldest()
 
+    def settle(self) -> None:
+        """Waits for all launched steps and samples them. The next step then takes all tokens from the host.
+
+        All agents of a group must call this before the same steps.
+        """
+        self.finish_all()
+        self._source = None
+
     def _resolve(self, inputs: StepInputs) -> InsertedIds | None:
         """Replaces each LAST_TOKEN in the inputs by the last token of its batch row, if the host has this token.
 
@@ -211,7 +230,8 @@ class StepsAhead:
             return None
         place, mask = np.zeros_like(inputs.token_ids), np.zeros_like(inputs.token_ids)
         place[unknown], mask[unknown] = np.where(on_host, 0, places), ~on_host
-        return InsertedIds(self._launched[-1].scores, place, mask)
+        assert self._source is not None
+        return InsertedIds(self._source.scores, place, mask)
 
     def _places(self, inputs: StepInputs, rows: Int32Array) -> Int32Array:
         """Returns, for each batch row in ``rows``, the index of its last token among the best tokens on the device.
@@ -220,15 +240,15 @@ class StepsAhead:
         graph cannot insert tokens, first finishes all launched steps. After that, the host has all tokens.
         """
         places: Int32Array = self._place_of_row[rows]
-        if self._launched and (places != _NOT_SAMPLED).any():
-            graph, num_ids = self._device.step_graph(), self._launched[-1].scores.num_ids
+        if self._source is not None and (places != _NOT_SAMPLED).any():
+            graph, num_ids = self._device.step_graph(), self._source.scores.num_ids
             if (places == _HOST_CHOOSES).any() or not graph.inserts(inputs, num_ids):
-                self.finish_all()
-        return places if self._launched else np.full_like(places, _NOT_SAMPLED)
+                self.settle()
+        return places if self._source is not None else np.full_like(places, _NOT_SAMPLED)
 
     def _note_places(self, launched: _Launched) -> None:
         slot, seqs = launched.slot, launched.slot.num_seqs
-        is_on_device = decided_by_best(slot) | launched.is_drawn
+        is_on_device = decided_by_best(slot) | launched.draws.are_drawn
         places = np.where(is_on_device, np.arange(seqs, dtype=np.int32), _HOST_CHOOSES)
         places[slot.do_sample[:seqs] == 0] = _NOT_SAMPLED
         self._place_of_row.fill(_NOT_SAMPLED)
@@ -237,20 +257,18 @@ class StepsAhead:
     def _finish_oldest(self) -> None:
         step = self._launched.popleft()
         outcome: StepCost | Exception
-        check = _DrawCheck()
         step.is_computed.wait()
         sampling = time.perf_counter_ns()
         try:
-            self._tokens.sample(step.scores, step.slot)
-            check = self._check_draws(step)
+            step.tokens = self._tokens.sample(step.scores, step.slot, has_draws=bool(step.draws.are_drawn.any()))
             sampled = time.perf_counter_ns()
             computing = step.computed - max(step.start, self._last_computed)
             outcome = StepCost(
                 computing // 1000,
                 (sampled - sampling) // 1000,
                 step.scores.fetched_bytes,
-                device_draws=check.num_draws,
-                wrong_draws=check.num_wrong,
+                device_draws=step.checked.num_draws,
+                wrong_draws=step.checked.num_wrong,
                 second_launches=int(step.void is not None),
             )
         except RuntimeError as error:
@@ -260,45 +278,51 @@ class StepsAhead:
         except Exception as error:
             outcome = error  # passed to ``done``, which reports the error to the server
         self._last_computed = step.computed
+        if step is self._source and (step.tokens is None or not self._tokens.uses_draws_later):
+            self._source = None
         step.done(outcome)
-        if check.corrected is not None:
-            self._launch_again(check.corrected)
+        if self._launched:
+            self._check_draws(step, self._launched[0])
 
-    def _check_draws(self, step: _Launched) -> _DrawCheck:
-        """Compares the tokens with which the step after ``step``, the later step, was launched with those of the host.
+    def _check_draws(self, step: _Launched, later: _Launched) -> None:
+        """Compares the tokens of ``step`` with which the step after it, ``later``, was launched with those of the host.
 
-        The later step needs a correction if one of its input tokens was drawn by the device, and the host has then
-        chosen another token. A sequence whose logits are not finite is ignored, because no client sees its next token.
+        Launches ``later`` again if one of its input tokens was drawn by the device, and the host has chosen another
+        token. A sequence whose logits are not finite may be ignored, because no client sees its next token. Does
+        nothing while ``step`` is not sampled. If the group failed, ends ``later`` with this error.
         """
-        later = self._launched[0] if self._launched else None
-        if later is None or later.inserted is None:
-            return _DrawCheck()
+        if step.tokens is None or later.inserted is None:
+            return
         is_inserted = later.inserted.mask != 0
         places = later.inserted.places[is_inserted]
-        is_drawn = step.is_drawn[places]
+        is_drawn, of_all = (each[places] for each in step.draws)
         if not is_drawn.any():
-            return _DrawCheck()
-        sampled, chosen = step.slot.sampled_ids[places], step.scores.chosen()[places]
-        is_wrong, of_all = (sampled != chosen) & (sampled >= 0), decided_by_all(step.slot)[places]
+            return
+        try:
+            tokens = step.tokens()
+        except GroupDownError as error:
+            self._launched.remove(later)
+            later.done(error)
+            return
+        sampled = tokens.sampled[places]
+        is_wrong = is_drawn & (sampled != tokens.drawn[places]) & (sampled >= 0)
         self._odds.note(int((is_drawn & of_all).sum()), int((is_wrong & of_all).sum()))
-        counts = int((is_drawn & ~of_all).sum()), int((is_wrong & ~of_all).sum())
-        if not is_wrong.any():
-            return _DrawCheck(*counts)
-        inputs = later.inputs.copy()
-        inputs.token_ids[is_inserted] = np.maximum(sampled, 0)
-        return _DrawCheck(*counts, inputs)
+        later.checked = CheckedDraws(int((is_drawn & ~of_all).sum()), int((is_wrong & ~of_all).sum()))
+        if is_wrong.any():
+            inputs = later.inputs.copy()
+            inputs.token_ids[is_inserted] = np.maximum(sampled, 0)
+            self._launch_again(inputs)
 
     def _launch_again(self, inputs: StepInputs) -> None:
         """Launches the only step that is not sampled again, with the right inputs. Its first launch becomes void."""
         void = self._launched.popleft()
         assert not self._launched, "at most one step is launched after the step that is sampled (MAX_UNSAMPLED)"
         try:
-            again = self._launch(void.slot, inputs, None, void.done, void.start)
+            again = self._launch(void.slot, inputs, None, void.done, void.start, void.checked)
         except RuntimeError as error:
             void.is_computed.wait()
+            self._source = None
             void.done(self._device.after_failure(error))
             return
         again.void = void
-        self._launched.append(again)
-        self._note_places(again)  # the device may draw other sequences than in the first launch (``DrawOdds``)
-        self._watch(again)
+        self._add(again)  # the device may draw other sequences than in the first launch (``DrawOdds``)

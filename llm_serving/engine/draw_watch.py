@@ -5,7 +5,7 @@ from __future__ import annotations
 from llm_serving.scheduler.output import StepResult
 
 WINDOW = 500
-"""Number of steps over which launches are counted. Only steps whose drawn tokens started the next step count."""
+"""Number of steps over which launches are counted. Only steps that were launched with drawn tokens count."""
 MAX_SHARE = 0.05
 """Maximum share of steps that are launched again without a warning. A second launch takes the time of a step."""
 

@@ -250,7 +250,7 @@ class StepDone(Message, frozen=True, tag="step_done"):
     ``queue_us``, ``graph_us`` and ``sample_us`` are the microseconds that the step spent in the task queue, in the
     graph and in the sampler. ``graph_us`` includes the block moves before the graph. ``fetched_bytes`` is the number of
     bytes that were copied from the device to choose the tokens. ``draft_us`` is the time of the draft model, a part of
-    ``sample_us``. ``device_draws`` is the number of tokens that the device drew to launch the next step ahead.
+    ``sample_us``. ``device_draws`` is the number of tokens that the device drew and with which this step was launched.
     Sequences without ``top_k`` do not count. ``wrong_draws`` is the number of these tokens that the sampler has not
     chosen. ``second_launches`` is 1 if this step was launched again, otherwise 0.
     """

@@ -22,7 +22,8 @@ The formulas give bytes. They use these letters:
                      rotated query and output of attention; gate, up and their product. Latent attention has other
                      matrices (``rank_memory.py``)
     logits           fused: S x V x 4 (float32), and S x V x b more if ``model_dtype`` is another type. Native: S x V x
-                     (b + 16), for the logits and four float32 matrices of the operators that find candidates
+                     (b + 16), for the logits and four float32 matrices of the operators that find candidates. Several
+                     Ascends: see ``_logit_bytes`` in ``rank_memory.py``
     rotary tables    2 x P x D x 4, cosine and sine. MindFormers may have more rows than P
     token history    S x P x 4, for penalties
     LoRA adapters    max_adapters x max_rank x (inputs + outputs of each layer that may have an adapter) x b: packed in

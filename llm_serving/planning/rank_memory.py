@@ -23,6 +23,11 @@ CANDIDATE_MATRICES = 4
 """Number of float32 matrices that exist at the same time while a device finds candidate tokens
 (``agent/device_sampling``). Each has the size of the logits.
 """
+JOINED_BYTES = 64 * 64 * (1 + 2 * FLOAT32_BYTES)
+"""Bytes for each agent and sequence while an Ascend joins the candidates of several agents
+(``agent/device_sampling/draws.py``). It compares 64 chosen places with 64 candidates of each agent: a flag for each
+pair, the flag as float32, and the flag times a token id.
+"""
 STATES_PER_SEQUENCE = 2
 """Number of linear attention states for each batch row and layer: a step reads one and writes the other
 (``agent/sequence_states.py``).
@@ -366,14 +371,18 @@ def _logit_bytes(config: Config, part: _Part) -> int:
 
     Fused operators: the rank that samples has logits of the whole vocabulary, and other ranks have logits of their
     part. Native operators: each rank has its part of the logits in ``model_dtype``, and the gathered logits of all
-    ranks. The operators that find candidate tokens also need float32 matrices of the same size.
+    ranks. The operators that find candidate tokens also need float32 matrices of the same size. If several Ascends
+    share the vocabulary, they then join their candidates, which may need more.
     """
     if not part.shard.is_last_stage:
         return 0
     if config.op_table == "native":
-        own = len(part.shard.vocab) * (config.dtype_bytes + CANDIDATE_MATRICES * FLOAT32_BYTES)
-        gathered = config.shape.vocab_size * config.dtype_bytes if config.parallel_config.tensor_parallel > 1 else 0
-        return config.max_num_seqs * (own + gathered)
+        agents, columns = config.parallel_config.tensor_parallel, len(part.shard.vocab)
+        sampling = columns * CANDIDATE_MATRICES * FLOAT32_BYTES
+        if agents > 1 and config.device == "Ascend":
+            sampling = max(sampling, agents * JOINED_BYTES)
+        gathered = config.shape.vocab_size * config.dtype_bytes if agents > 1 else 0
+        return config.max_num_seqs * (columns * config.dtype_bytes + sampling + gathered)
     copies = 0 if config.dtype_bytes == FLOAT32_BYTES else config.dtype_bytes
     width = config.shape.vocab_size if part.answers else len(part.shard.vocab)
     return config.max_num_seqs * width * (FLOAT32_BYTES + copies)

@@ -206,7 +206,8 @@ class StepResult:
     draft_us: int = 0
     """Microseconds in which the draft model made drafts. They are a part of ``sample_us``."""
     device_draws: int = 0
-    """Number of tokens that the device drew to launch the next step ahead. Sequences without ``top_k`` do not count."""
+    """Number of tokens that the device drew, and with which the step was launched. Sequences without ``top_k`` do not
+    count."""
     wrong_draws: int = 0
     """Number of ``device_draws`` that the sampler has not chosen."""
     second_launches: int = 0

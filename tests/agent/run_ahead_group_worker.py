@@ -15,7 +15,19 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("", "agent"))]
 
 from group_program import print_models, start_driver  # noqa: E402
-from run_ahead_program import alternating_plan, drawn_sampling, greedy_plan, mixed_plan, pad, plan, run_steps  # noqa: E402
+from run_ahead_program import (  # noqa: E402
+    IN_FLIGHT,
+    RANDOM_RUNS,
+    alternating_plan,
+    drawn_sampling,
+    draws_allowed,
+    greedy_plan,
+    mixed_plan,
+    pad,
+    plan,
+    run_steps,
+    whole_sampling,
+)
 from step_driver import Part, StepDriver, blocks_for  # noqa: E402
 
 from agent.row_check import RowCheckError  # noqa: E402
@@ -52,9 +64,12 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
         "alternating": run_steps(driver, alternating_plan()),
         "drawn": run_steps(driver, list(plan(drawn_sampling))),
     }
+    with draws_allowed(1):
+        found["whole"] = run_steps(driver, list(plan(whole_sampling)))
     found["copied"] = sorted(copied, key=str)
     found["checked"] = run_checked(driver)
     if model["name"] == "ahead":
+        found |= run_wrong_draws(driver, device, rank)
         device.captures = True
         pad(driver)
         captured = {"greedy": greedy_plan(), "alternating": alternating_plan(), "drawn": list(plan(drawn_sampling))}
@@ -62,6 +77,31 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
     for reader in driver.runner._readers:
         reader._num_blocks *= 2**20  # the readers then accept numbers of blocks that do not exist
     return found | {"failing": run_steps(driver, greedy_plan(), spoil=SPOILED)}
+
+
+def run_wrong_draws(driver: StepDriver, device: NotedDevice, rank: int) -> dict[str, Any]:
+    """Runs sequences with a temperature, some of which get wrong tokens from a device.
+
+    - ``wrong``, by rank: the device of this agent draws wrong tokens in every third step.
+    - ``late``, by rank: this agent gets each step after it has sampled the previous step. The other agent gets the step
+      earlier. The first agent's device draws wrong tokens in every third step.
+    - ``sometimes``, by seed: the devices draw tokens without ``top_k`` in a random part of all steps. Half of the first
+      agent's draws are wrong.
+    """
+    drawn, whole = list(plan(drawn_sampling)), list(plan(whole_sampling))
+    found: dict[str, Any] = {"wrong": [], "late": [], "sometimes": []}
+    for other in range(2):
+        device.wrong_every = 3 if rank == other else 0
+        found["wrong"].append(run_steps(driver, drawn))
+    device.wrong_every = 3 if rank == 0 else 0
+    for late in range(2):
+        found["late"].append(run_steps(driver, drawn, in_flight=1 if rank == late else IN_FLIGHT))
+    device.wrong_every = 2 if rank == 0 else 0
+    for seed in range(RANDOM_RUNS):
+        with draws_allowed(0.6, seed):
+            found["sometimes"].append(run_steps(driver, whole, in_flight=1 if rank == seed % 2 else IN_FLIGHT))
+    device.wrong_every = 0
+    return found
 
 
 def run_checked(driver: StepDriver) -> dict[str, Any]:

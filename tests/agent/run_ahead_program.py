@@ -13,6 +13,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -114,8 +115,8 @@ def alternating_plan() -> list[Step]:
     return steps + [Step(Decode, [part(0), part(1 + number % 2)]) for number in range(ROUNDS)]
 
 
-def run_steps(driver: StepDriver, steps: list[Step], spoil: int = -1) -> dict[str, Any]:
-    """Sends the steps to a worker, at most ``IN_FLIGHT`` at a time.
+def run_steps(driver: StepDriver, steps: list[Step], spoil: int = -1, in_flight: int = IN_FLIGHT) -> dict[str, Any]:
+    """Sends the steps to a worker, at most ``in_flight`` at a time.
 
     Returns the results of the steps, the order of events, and the exit code of the worker. A step without a result has
     None. Step number ``spoil`` refers to a block that does not exist, so that it fails.
@@ -165,7 +166,7 @@ def run_steps(driver: StepDriver, steps: list[Step], spoil: int = -1) -> dict[st
         runner._graph.run = noted
     runner.reset()
     worker = Worker(lambda report: runner, queue, SimpleNamespace(send=answered), {})  # type: ignore[arg-type]
-    for _ in range(IN_FLIGHT):
+    for _ in range(in_flight):
         send_next()
     code = worker._serve(SimpleNamespace(slots=slots), runner)  # type: ignore[arg-type]
     if runner.ahead is not None:
@@ -188,6 +189,11 @@ def drawn_sampling(row: int) -> dict[str, float]:
         *({"num_top_logits": 2}, drawn | {"temperature": 1.5, "top_k": 64, "min_p": 0.05}, drawn | {"top_k": 1}),
     ]
     return GREEDY | kinds[row]
+
+
+def large_top_k_sampling(row: int) -> dict[str, float]:
+    """Returns sampling parameters like ``drawn_sampling``, but batch row 1 has more tokens than a device ranks."""
+    return drawn_sampling(row) | ({"temperature": 0.8, "top_k": 65, "seed": 22} if row == 1 else {})
 
 
 def whole_sampling(row: int) -> dict[str, float]:
@@ -291,7 +297,9 @@ def run_drawn(drivers: Pair) -> dict[str, Any]:
     wrong = run_steps(drivers[1], steps)
     device.wrong_every = 0
     found = {"ahead": wrong["results"], "events": wrong["events"], "draws": list(device.are_wrong)}
-    return {"right": right, "wrong": found, "refused": run_refused(drivers[1], steps)} | run_whole(drivers)
+    large = run_both(drivers, list(plan(large_top_k_sampling)))
+    refused = run_refused(drivers[1], steps)
+    return {"right": right, "wrong": found, "refused": refused, "large top_k": large} | run_whole(drivers)
 
 
 def run_refused(driver: StepDriver, steps: list[Step]) -> dict[str, Any]:
@@ -321,17 +329,28 @@ def run_whole(drivers: Pair) -> dict[str, Any]:
     In the first run, the device draws in every step. In the runs ``sometimes``, it draws in a random part of all
     launches, and half of its draws are wrong. So it may draw in the first launch of a step, and not in the second one.
     """
-    steps, estimated = list(plan(whole_sampling)), DrawOdds.allow
-    DrawOdds.allow = lambda self, num_seqs: True  # type: ignore[method-assign]
-    found: dict[str, Any] = {"whole": run_both(drivers, steps), "sometimes": []}
+    steps = list(plan(whole_sampling))
+    with draws_allowed(1):
+        found: dict[str, Any] = {"whole": run_both(drivers, steps), "sometimes": []}
     device_of(drivers[1]).wrong_every = 2
     for seed in range(RANDOM_RUNS):
-        choice = random.Random(seed)
-        DrawOdds.allow = lambda self, num_seqs, choice=choice: choice.random() < 0.6  # type: ignore[misc]
-        found["sometimes"].append(run_steps(drivers[1], steps))
+        with draws_allowed(0.6, seed):
+            found["sometimes"].append(run_steps(drivers[1], steps))
     device_of(drivers[1]).wrong_every = 0
-    DrawOdds.allow = estimated  # type: ignore[method-assign]
     return found
+
+
+@contextmanager
+def draws_allowed(share: float, seed: int = 0) -> Iterator[None]:
+    """Lets the device draw tokens without ``top_k`` in a random part of all launches. ``share`` is the size of this
+    part, at most 1.
+    """
+    estimated, choice = DrawOdds.allow, random.Random(seed)
+    DrawOdds.allow = lambda self, num_seqs: choice.random() < share  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DrawOdds.allow = estimated  # type: ignore[method-assign]
 
 
 def device_of(driver: StepDriver) -> Any:

@@ -111,6 +111,19 @@ def test_a_second_launch_that_fails_ends_its_step_and_is_not_counted(run: Run) -
     assert draws_of(result["results"])[2] == num_launched(result["events"]) - len(result["results"]) > 0
 
 
+def test_a_step_waits_only_if_it_needs_a_token_that_the_host_must_choose(run: Run) -> None:
+    """With a ``top_k`` above 64, the host chooses the token. In a mixed batch, all sequences of the next step wait."""
+    result = run("drawn")["large top_k"]
+    assert bits(result["ahead"]) == bits(result["plain"])
+    assert not any(step["error"] for step in result["plain"])
+    tokens = [step["tokens"] for step in result["plain"]]
+    waiting = [step for step in range(1, len(tokens)) if tokens[step - 1].get("1", -1) >= 0 and "1" in tokens[step]]
+    ahead = [step for step in range(1, len(tokens)) if step not in waiting]
+    assert len(waiting) >= 5
+    assert len(ahead) >= 5
+    assert launched_ahead(result["events"]) == ahead, result["events"]
+
+
 def test_steps_without_top_k_are_launched_ahead_and_change_no_bit(run: Run) -> None:
     """The device knows only its candidates. If the host draws another token, the next step is launched again."""
     result = run("drawn")["whole"]
@@ -219,22 +232,66 @@ def test_the_agents_of_a_group_launch_greedy_steps_ahead_and_change_no_bit(group
 
 def test_the_agents_of_a_group_wait_for_tokens_that_the_host_chooses(group: list[dict[str, Any]]) -> None:
     first, other = group
-    assert first["ahead"]["mixed"]["results"] == first["plain"]["mixed"]["results"]
+    assert bits(first["ahead"]["mixed"]["results"]) == bits(first["plain"]["mixed"]["results"])
     assert not any(step["error"] for step in first["plain"]["mixed"]["results"])
     ahead = [launched_ahead(agent["ahead"]["mixed"]["events"]) for agent in (first, other)]
     assert 0 < len(ahead[0]) < len(first["plain"]["mixed"]["results"]) // 2
 
 
-def test_the_agents_of_a_group_wait_for_tokens_with_a_temperature(group: list[dict[str, Any]]) -> None:
-    """Agents that share the vocabulary draw no tokens on their devices, with and without captured launches."""
+@pytest.mark.parametrize("part", ["drawn", "whole"])
+def test_the_agents_of_a_group_launch_steps_with_a_temperature_ahead_and_change_no_bit(
+    group: list[dict[str, Any]], part: str
+) -> None:
+    """Each device draws among the candidates of all agents. Only the first agent samples and fetches results."""
+    first, other = group
+    results = first["ahead"][part]["results"]
+    assert bits(results) == bits(first["plain"][part]["results"])
+    assert not any(step["error"] for agent in group for step in agent["ahead"][part]["results"])
+    for agent in group:
+        events = agent["ahead"][part]["events"]
+        assert launched_ahead(events) == list(range(1, len(results))), events
+        assert draws_of(agent["ahead"][part]["results"]) == draws_of(results)
+        assert num_launched(events) == len(results) + draws_of(results)[2]
+    checked, wrong, second_launches = draws_of(results)
+    assert wrong == 0
+    if part == "drawn":
+        assert checked > len(results) // 2
+        assert second_launches == 0
+    else:
+        assert second_launches > 0, "some tokens without a top_k are no candidates"
+    assert not any(step["fetched"] for step in other["ahead"][part]["results"])
+
+
+def test_a_device_of_a_group_that_draws_wrong_tokens_changes_no_bit(group: list[dict[str, Any]]) -> None:
+    """All devices use the tokens of the first one. If these are wrong, all agents launch the step again."""
     first, other = group
     wanted = bits(first["plain"]["drawn"]["results"])
-    for run in (first["ahead"]["drawn"], first["ahead"]["captured"]["drawn"]):
-        assert bits(run["results"]) == wanted
-        assert not any(step["error"] for step in run["results"])
-        assert draws_of(run["results"]) == [0, 0, 0]
-    for agent in (first, other):
-        assert len(launched_ahead(agent["ahead"]["drawn"]["events"])) < len(wanted) // 2
+    for wrong_agent, runs in enumerate(zip(first["ahead"]["wrong"], other["ahead"]["wrong"], strict=True)):
+        assert bits(runs[0]["results"]) == wanted
+        counts = [num_launched(run["events"]) - len(wanted) for run in runs]
+        assert counts[0] == counts[1] == draws_of(runs[0]["results"])[2]
+        assert counts[0] >= 5 if wrong_agent == 0 else counts[0] == 0
+
+
+def test_the_time_at_which_an_agent_samples_changes_no_launch_of_its_group(group: list[dict[str, Any]]) -> None:
+    """One agent has sampled each step before it gets the next one. The other agent gets the next step earlier.
+
+    Both must launch the same graphs. Otherwise one of them would add numbers of different steps.
+    """
+    first, other = group
+    for part, plain in (("late", "drawn"), ("sometimes", "whole")):
+        wanted = bits(first["plain"][plain]["results"])
+        for runs in zip(first["ahead"][part], other["ahead"][part], strict=True):
+            assert bits(runs[0]["results"]) == wanted
+            counts = [num_launched(run["events"]) - len(wanted) for run in runs]
+            assert counts[0] == counts[1] > 0
+
+
+def test_captured_decodes_of_a_group_with_a_temperature_wait_for_the_host(group: list[dict[str, Any]]) -> None:
+    results = group[0]["ahead"]["captured"]["drawn"]["results"]
+    assert bits(results) == bits(group[0]["plain"]["drawn"]["results"])
+    assert not any(step["error"] for step in results)
+    assert draws_of(results) == [0, 0, 0]
 
 
 def test_the_agents_of_a_group_launch_captured_decodes_ahead_and_change_no_bit(group: list[dict[str, Any]]) -> None:

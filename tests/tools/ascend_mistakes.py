@@ -592,8 +592,8 @@ class DrawsInAnyOrder(device_draws._Draws):
 class DrawsWithoutTemperature(device_draws._Draws):
     """Plants a mistake: the draw uses the logits as if the temperature were 1."""
 
-    def __init__(self, num_candidates: int) -> None:
-        super().__init__(num_candidates)
+    def __init__(self, num_candidates: int, part: Any) -> None:
+        super().__init__(num_candidates, part)
         self.divide = ops.Mul()
 
 
@@ -612,9 +612,32 @@ class TurnedSplit(nn.Cell):
 class DrawsWithTurnedColumns(device_draws._Draws):
     """Plants a mistake: the draw divides the logits by ``top_k``."""
 
-    def __init__(self, num_candidates: int) -> None:
-        super().__init__(num_candidates)
+    def __init__(self, num_candidates: int, part: Any) -> None:
+        super().__init__(num_candidates, part)
         self.split = TurnedSplit()
+
+
+class DrawsOfEachAgent(device_draws._Draws):
+    """Plants a mistake in tensor parallelism: each agent uses the tokens that its own device has drawn."""
+
+    def __init__(self, num_candidates: int, part: Any) -> None:
+        super().__init__(num_candidates, part)
+        self.agree = None
+
+
+class DrawsOfOwnIds(device_draws._JoinedCandidates):
+    """Plants a mistake in tensor parallelism: ids are counted from the first token of each agent."""
+
+    def whole_ids(self, ids: Any) -> Any:
+        return self.by_sequence(ids, self.count)
+
+
+class DrawsOfOneMass(device_draws._JoinedCandidates):
+    """Plants a mistake in tensor parallelism: adds sums of exponentials that have different largest logits."""
+
+    def construct(self, best: Any, ids: Any, masses: Any, temperature: Any) -> Any:
+        best, places = self.top_k(self.by_sequence(best, self.count), self.count, -1, True, True)
+        return best, self.ids_at(places, self.whole_ids(ids)), self.sum(self.by_sequence(masses, 1), -1)
 
 
 class DrawsForAll(device_draws._Draws):
@@ -711,8 +734,8 @@ def in_sampling(name: str, replacement: Any) -> Any:
     return mock.patch.object(sampling_cells, name, replacement)
 
 
-def in_draws(replacement: Any) -> Any:
-    return mock.patch.object(device_draws, "_Draws", replacement)
+def in_draws(replacement: Any, name: str = "_Draws") -> Any:
+    return mock.patch.object(device_draws, name, replacement)
 
 
 def plain_linear() -> Any:
@@ -1094,6 +1117,9 @@ MISTAKES: dict[str, tuple[str, Any, Callable[[], Any]]] = {
     "draws, no temperature": ("draws", CONFIG, lambda: in_draws(DrawsWithoutTemperature)),
     "draws, columns exchanged": ("draws", CONFIG, lambda: in_draws(DrawsWithTurnedColumns)),
     "draws, greedy sequences too": ("draws", CONFIG, lambda: in_draws(DrawsForAll)),
+    "draws, tokens of each agent": ("draws", PAIR, lambda: in_draws(DrawsOfEachAgent)),
+    "draws, ids of an agent's part": ("draws", PAIR, lambda: in_draws(DrawsOfOwnIds, "_JoinedCandidates")),
+    "draws, sums of different scales": ("draws", PAIR, lambda: in_draws(DrawsOfOneMass, "_JoinedCandidates")),
     "int8, sums of an agent's part": ("decode", INT8_PAIR, lambda: mock.patch.object(native.parallel, "Sum", OwnPart)),
     "int4, scales of the whole": ("decode", INT4_PAIR, lambda: other_parameters(scales_of_all)),
     "experts, scales of other rows": ("decode", INT8_MOE, lambda: in_experts("_DynamicProducts", RowsScaledTwice)),
@@ -1347,8 +1373,7 @@ def main() -> None:
         "right": lambda: (
             right(("decode",), (*ALONE, *SHARED, *EXPERTS, ADAPTED, ADAPTED_MOE))
             + right(KINDS, (INT8_CACHE,))
-            + right(("candidates", "rows"), (CONFIG, PAIR))
-            + right(("draws",), (CONFIG,))
+            + right(("candidates", "rows", "draws"), (CONFIG, PAIR))
             + right(KINDS[:2], (CONFIG, INT8_MOE))
             + right(("chunked",), (DEEPSEEK, QWEN_VL, GEMMA, GPT_OSS))
         ),

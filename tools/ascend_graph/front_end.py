@@ -102,7 +102,7 @@ def compile_graphs(
         makers["candidates"] = partial(candidates_cell, config.shape.vocab_size, columns, dtype, part)
         makers["rows"] = partial(rows_cell, columns, dtype)
         count = num_drawable(config.shape.vocab_size, part)
-        makers |= {"draws": partial(draws_cell, count)} if count else {}
+        makers |= {"draws": partial(draws_cell, count, part)} if count else {}
     for kind in kinds or makers:
         cell = makers[kind]()
         inputs = cell.get_inputs()

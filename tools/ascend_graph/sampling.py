@@ -1,12 +1,12 @@
 """Checks the graphs that help to sample on a device (``agent/device_sampling``).
 
 ``candidates`` finds the largest logits of each row. ``rows`` copies complete rows of logits. ``draws`` chooses tokens
-among the candidates. Only devices that launch steps ahead have the graph ``draws``, and only if agents do not share the
-vocabulary.
+among the candidates. Only devices that launch steps ahead have the graph ``draws``.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from agent.device_sampling.cells import num_candidates
@@ -14,7 +14,7 @@ from agent.group.model_part import ModelPart
 from agent.run_ahead.draws import DrawColumn
 from llm_serving.config import Config
 from tools.ascend_graph.listing import Wiring
-from tools.ascend_graph.mind_ir import Graph, Node, TensorType
+from tools.ascend_graph.mind_ir import Graph, Node, Operand, TensorType
 from tools.ascend_graph.products import TYPES
 
 KINDS = ("candidates", "rows", "draws")
@@ -34,6 +34,23 @@ _DRAWS = {
     "Sub": 6,
 }
 """The number of calls of each primitive in the graph ``draws``, apart from ``_ANY_NUMBER``."""
+_SHARED_DRAWS = {
+    "Add": 1,
+    "AllGather": 1,
+    "Equal": 1,
+    "Exp": 1,
+    "Gather": 3,
+    "RealDiv": 2,
+    "ReduceSum": 2,
+    "Sub": 1,
+    "TopkExt": 1,
+    "Transpose": 4,
+}
+"""Further calls if agents share the vocabulary. They join the candidates of all agents, and choose the first agent's
+tokens.
+"""
+_REORDERS = frozenset({"Gather", "Reshape", "TopkExt", "Transpose"})
+"""Primitives that select or reorder the elements of their first operand."""
 _ANY_NUMBER = frozenset({"Cast", "Mul", "Reshape"})
 _VECTOR, _LAST_AXIS = (-1,), -1
 
@@ -51,7 +68,8 @@ def sampling_problems(kind: str, graph: Graph, config: Config) -> Iterator[str]:
         inputs |= {"best_ids": TensorType("i32", _VECTOR), "masses": TensorType("f32", _VECTOR)}
         inputs |= {"draws": TensorType("f32", (-1, len(DrawColumn)))}
         outputs: tuple[TensorType, ...] = (TensorType("i32", _VECTOR),)
-        known, calls = frozenset(_DRAWS) | _ANY_NUMBER, dict(_DRAWS)
+        calls = dict(Counter(_DRAWS) + Counter(_SHARED_DRAWS)) if part.is_split else _DRAWS
+        known = frozenset(calls) | _ANY_NUMBER
     elif kind == "rows":
         inputs, outputs = {"logits": logits, "indices": TensorType("i32", _VECTOR)}, (logits,)
         known, calls = frozenset({"Gather"}), {"Gather": 1}
@@ -78,27 +96,41 @@ def sampling_problems(kind: str, graph: Graph, config: Config) -> Iterator[str]:
         if node.primitive == "TopkExt":
             yield from _top_k_problems(node, wiring, count)
     if kind == "draws":
-        yield from _draw_problems(nodes, wiring)
+        yield from _draw_problems(nodes, wiring, is_split=part.is_split)
 
 
-def _draw_problems(nodes: list[Node], wiring: Wiring) -> Iterator[str]:
+def _draw_problems(nodes: list[Node], wiring: Wiring, *, is_split: bool) -> Iterator[str]:
     """Yields an error for each fault in the graph of the draws.
 
     The graph must divide the logits by the temperature. The result must be the sum of ``best_ids`` and a difference,
-    which is 0 for greedy sequences. Without this sum, greedy sequences would get drawn tokens.
+    which is 0 for greedy sequences. Without this sum, greedy sequences would get drawn tokens. If agents share the
+    vocabulary, this sum is gathered, and the result is a part of it.
     """
     for node in nodes:
         if node.primitive == "RealDiv":
             logits, divisor = (wiring.source(operand) for operand in wiring.operands(node))
-            if logits[0].name != "best" or divisor[1] != DrawColumn.TEMPERATURE:
+            if _origin(logits[0], wiring).name != "best" or divisor[1] != DrawColumn.TEMPERATURE:
                 yield "RealDiv does not divide the candidates' logits by the temperature"
         if node.primitive == "ArgMaxWithValue":
             source = wiring.node_of(wiring.operands(node)[0])
             if source is None or source.primitive != "Mul":
                 yield "ArgMaxWithValue does not read the product of token ids and the chosen rank"
-    last = nodes[-1]
-    if last.primitive != "Add" or wiring.source(wiring.operands(last)[0])[0].name != "best_ids":
+    last: Node | None = nodes[-1]
+    if is_split and last is not None:
+        gathering = wiring.node_of(_origin(wiring.operands(last)[0], wiring))
+        last = None if gathering is None else wiring.node_of(wiring.operands(gathering)[0])
+        if gathering is None or gathering.primitive != "AllGather":
+            yield "the result is not a part of the gathered tokens of all agents"
+    if last is None or last.primitive != "Add" or wiring.source(wiring.operands(last)[0])[0].name != "best_ids":
         yield "the result is not best_ids plus the difference of the drawn tokens"
+
+
+def _origin(operand: Operand, wiring: Wiring) -> Operand:
+    """Returns the value whose elements an operand has, perhaps in another order (``_REORDERS``)."""
+    operand = wiring.source(operand)[0]
+    while (node := wiring.node_of(operand)) is not None and node.primitive in _REORDERS:
+        operand = wiring.source(wiring.operands(node)[0])[0]
+    return operand
 
 
 def _top_k_problems(node: Node, wiring: Wiring, count: int) -> Iterator[str]:
