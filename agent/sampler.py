@@ -30,9 +30,9 @@ _NO_TOKEN = -1
 class RowTable:
     """Stores the sampled tokens of the sequence in each batch row. A batch row has one sequence at a time.
 
-    Every batch row has its last sampled token. If its sequence has penalties, it also has the history: prompt and
-    output. The server sends the known tokens with the first step of the sequence, and the sampler appends each sampled
-    token.
+    Every batch row has its last sampled token. If its sequence has penalties, the batch row also has the history:
+    prompt and output. The server sends the known tokens with the first step of the sequence, and the sampler appends
+    each sampled token.
     """
 
     def __init__(self, num_rows: int, max_model_len: int, vocab_size: int) -> None:

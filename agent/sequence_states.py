@@ -66,8 +66,8 @@ class SequenceStates:
         """
         self._ends: _Ints = np.full((num_rows, STATES_PER_ROW), _NONE, np.int64)
         self._nexts: _Ints = np.full((num_rows, STATES_PER_ROW, 2), _NONE, np.int64)
-        """For each batch row and state: the first and the last position at which a step that reads this state may
-        begin.
+        """For each batch row and state: a range of positions, as its first and last position. A step may read the state
+        if it begins in this range.
         """
         self._snapshot_ends: _Ints = np.full(num_snapshots, _NONE, np.int64)
         self._is_warm_up = True

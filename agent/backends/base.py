@@ -47,9 +47,9 @@ CacheLayout = tuple[tuple[int, ...], str]
 class LinearParameters:
     """The MindSpore Parameters of a linear layer. A parameter that the layer does not have is None.
 
-    The op table's operators take a float weight alone. They take an integer weight as a tuple: (weight, scale) or
-    (weight, scale, offset). If inputs are quantised with calibrated scales, the tuple is (weight, scale, input_scale,
-    input_offset, sum_offset).
+    The op table's operators take a float weight as a single tensor, and an integer weight as a tuple: (weight, scale)
+    or (weight, scale, offset). If inputs are quantised with calibrated scales, the tuple is (weight, scale,
+    input_scale, input_offset, sum_offset).
     """
 
     weight: Any

@@ -1,4 +1,4 @@
-"""Records, for each batch row and each block, which keys and values of the draft model are up to date.
+"""Records, for each batch row and each block, which keys and values the draft model has computed.
 
 The KV cache of the draft model has the same blocks as the KV cache of the model. But fewer of its positions may be
 computed, because the draft model computes only in steps that want drafts.

@@ -98,8 +98,8 @@ class StackedSlots:
     def replace(self, slot: int, adapters: Mapping[str, ParameterAdapter]) -> None:
         """Overwrites the matrices of a slot.
 
-        Raises AgentError before it writes anything if a layer takes no adapters, or if the adapter does not fit the
-        layer's matrices.
+        If a layer takes no adapters, or if the adapter does not fit the layer's matrices, raises AgentError and writes
+        nothing.
         """
         layers = {name.removesuffix(".weight"): adapter for name, adapter in adapters.items()}
         pairs = {layer: self._pair(layer, adapter) for layer, adapter in layers.items()}
@@ -109,7 +109,7 @@ class StackedSlots:
             self._matrices.write(f"{layer}.{A_NAME}", slot, a)
             self._matrices.write(f"{layer}.{B_NAME}", slot, b)
         for layer in unused:
-            name = f"{layer}.{B_NAME}"  # without B, the adapter adds nothing, whatever A is
+            name = f"{layer}.{B_NAME}"  # if B is zero, the adapter adds nothing, so A may stay
             self._matrices.write(name, slot, self._zeros(self._shapes[name][1:]))
         self._written[slot] = set(layers)
 

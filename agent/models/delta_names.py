@@ -16,7 +16,7 @@ _MODEL = "model."
 
 
 def beside_encoder(spec: WeightSpec) -> WeightSpec:
-    """Renames the tensors of a parameter for a checkpoint with a vision encoder, and returns the parameter.
+    """Returns ``spec`` with the tensor names of a checkpoint that also has a vision encoder.
 
     A vision encoder changes the prefix of the text model's tensors. ``spec`` has the names of a checkpoint without a
     vision encoder.

@@ -29,7 +29,7 @@ class AdapterOrder:
         self._num_groups = num_groups
         self._orders_entry = orders_entry
         self._tokens: Int32Array | None = None
-        """[tokens]: for each token of the last step, in the order of adapters, its index in the step. None if both
+        """[tokens]: the tokens of the last step in the order of adapters, each as its index in the step. None if both
         orders are the same.
         """
 

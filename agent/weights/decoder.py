@@ -148,8 +148,8 @@ class Decoder(ABC):
     axes: ClassVar[dict[str, tuple[Axis, ...]]]
     """The axes of the stored tensors, by the last part of their names. Other tensors are read whole."""
     marker: str
-    """Last part of a tensor's name. A weight is quantised if the checkpoint has a tensor of the weight with this
-    ending.
+    """Last part of a tensor's name, for example ``qweight``. A weight is quantised if the checkpoint has a tensor with
+    this ending instead of ``weight``.
     """
 
     def __init__(self, quantization: Quantization) -> None:

@@ -19,7 +19,7 @@ logger = logging.getLogger("agent.ascend")
 def check_device_memory(config: Config, mindspore: Any, rank: int = 0) -> MemoryPlan:
     """Checks that the memory plan fits into the device's free memory and into ``max_device_memory``. Returns the plan.
 
-    First initialises the device. Without this, MindSpore reports 0 bytes. If the plan does not fit, raises
+    First initialises the device, because MindSpore otherwise reports 0 bytes. If the plan does not fit, raises
     AgentStartError with the plan's table. The error also names the largest KV cache that fits, or the part that leaves
     no memory for a KV cache. If the device still reports a total of 0 bytes, logs a warning and uses only the
     configured limit.
