@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Counts how many tests of the JSON Schema Test Suite (2020-12, mandatory part) structured output gets right.
 
-A test has a schema, a JSON value, and whether the value is valid. It counts as right if the grammar of the schema
+A test has a schema, a JSON value, and whether the value is valid. A test counts as right if the grammar of the schema
 accepts a valid value or rejects an invalid value. Values are written as Python's ``json`` writes them. The exit code is
 1 if an invalid value was accepted. The suite is part of the source package of ``jsonschema``, which pip downloads.
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Shows what this machine can run, and what prevents it: ``python tools/doctor.py [--config FILE]``.
 
-It also explains error codes and logs: ``python tools/doctor.py explain EI0006`` or ``... explain FILE``. See
+The program also explains error codes and logs: ``python tools/doctor.py explain EI0006`` or ``... explain FILE``. See
 ``--help``.
 """
 

@@ -6,10 +6,10 @@ The program needs torch, transformers and peft, which the project does not use. 
     /tmp/oracle/bin/pip install peft
     OMP_NUM_THREADS=1 /tmp/oracle/bin/python tools/make_lora_golden.py [MODEL ...]
 
-PEFT makes the adapter. It uses rsLoRA, some layers have another rank and alpha, and some have no adapter. The matrices
-are random numbers, which a test generates again from the seed. The file has the adapter's config as PEFT saves it, the
-names and shapes of PEFT's tensors, and greedy tokens with their log-probabilities in float32. It also has the greedy
-tokens without the adapter.
+PEFT makes the adapter. The adapter uses rsLoRA. Some layers have another rank and alpha, and some layers have no
+adapter. The matrices are random numbers, which a test generates again from the seed. The file has the adapter's config
+as PEFT saves it, the names and shapes of PEFT's tensors, and greedy tokens with their log-probabilities in float32. It
+also has the greedy tokens without the adapter.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Provides the texts on which tools/quality_gate.py measures a number format.
 
 ``general_texts`` has three kinds of text in equal parts: this project's documentation, and docstrings and source code
-of Python's standard library. They are on every machine that runs the tool. ``generated_texts`` is for the embedded
-model, which was trained only on generated text.
+of Python's standard library. These texts are on every machine that runs the tool. ``generated_texts`` is for the
+embedded model, which was trained only on generated text.
 """
 
 from __future__ import annotations

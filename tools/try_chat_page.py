@@ -2,8 +2,8 @@
 """Uses the web pages of a running server in headless Chromium, as a user would, and takes pictures for the docs.
 
 On the chat page it asks two questions, waits for the streamed answers, and stops a long third answer. Then it sends
-requests and opens the page for operators. It needs Debian's packages ``chromium`` and ``chromium-driver``. The exit
-code is 1 if a page does not work as expected.
+requests and opens the page for operators. The program needs Debian's packages ``chromium`` and ``chromium-driver``. The
+exit code is 1 if a page does not work as expected.
 
     python tools/try_chat_page.py --out output
 """

@@ -2,7 +2,7 @@
 """Writes the vendored libraries of the web pages from their npm packages, or compares them with ``--check``.
 
 A manifest names each package with its version, and each file with its place in the package. To take another version,
-change the version in the manifest, run this program, and run ``make test-page``. It needs ``npm``.
+change the version in the manifest, run this program (it needs ``npm``), and run ``make test-page``.
 
     python tools/vendor_page_libraries.py
 """

@@ -9,8 +9,8 @@ bandwidth.
 
 --against PATH names another build of the kernels: another tree, or its libllm_kernels_testing.so. Passes of both builds
 alternate on the same arrays, so that changes in the speed of the machine affect both. "ratio" is the other build's time
-divided by this build's time, for linear layers and attention. It is the median over the passes. If it is above 1, this
-build is faster.
+divided by this build's time, for linear layers and attention. The ratio is the median over the passes. If the ratio is
+above 1, this build is faster.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ load. Memory that processes share counts once. The program prints the plan, the 
     server              HTTP, scheduler, tokenizer
 
 The weight cache on disk is empty at the first of two starts, so this start converts the weights and compiles the graph.
-The second start finds both results on disk. The exit code is 1 if a peak under load is above 1.2 times the plan.
+The second start finds weights and graph on disk. The exit code is 1 if a peak under load is above 1.2 times the plan.
 
     python performance/bench_memory.py
     python performance/bench_memory.py --config llama_tiny_cpu.yaml --json FILE

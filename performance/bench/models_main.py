@@ -32,8 +32,8 @@ START_TIMEOUT_S = 600.0
 MAIN, NAME = "llama_tiny", "measured"
 MIB = 1024 * 1024
 SETTLE_INTERVAL_S, SETTLED_LOOKS, SETTLE_LIMIT_S = 1.0, 3, 120.0
-"""The memory is measured every ``SETTLE_INTERVAL_S`` seconds. It counts as settled after ``SETTLED_LOOKS`` consecutive
-changes of less than 1 MiB, or after ``SETTLE_LIMIT_S`` seconds.
+"""The memory is measured every ``SETTLE_INTERVAL_S`` seconds. The memory counts as settled after ``SETTLED_LOOKS``
+consecutive changes of less than 1 MiB, or after ``SETTLE_LIMIT_S`` seconds.
 """
 _PARTS = {"Pss_Anon": "anonymous memory", "Pss_File": "files", "Pss_Shmem": "shared memory"}
 """Parts of the proportional set size in ``/proc/PID/smaps_rollup``, and their names in the output."""

@@ -1,10 +1,10 @@
 """Measures decode steps of a model on one agent and on several agents that share it, without a server.
 
 A row has the median time of a step for one group of agents, and two fractions of this time. The agent that returns the
-tokens measures them. The first fraction is the time in which agents add and gather arrays. The second is the part of
-that time in which the agent waits for other agents. The program also generates --texts greedy texts with each group,
-and compares them with the texts of the first group. The result shows how many texts are equal, and by how much logits
-differ.
+tokens measures them. The first fraction is the time in which agents add and gather arrays. The second fraction is the
+part of that time in which the agent waits for other agents. The program also generates --texts greedy texts with each
+group, and compares them with the texts of the first group. The result shows how many texts are equal, and by how much
+logits differ.
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@ The CPU acts as a device with a queue (``performance/artificial_device``), on wh
 needs --host-ms for each step: two thirds for the launch and one third for the result. The agent's worker always has two
 steps. In the first run ("steps ahead"), it launches the second step before the first has ended. In the second run, it
 waits for the result of each step. The period is the time from the end of one step to the end of the next. With steps
-ahead, the period should be equal to the device's time for a step. Both times are medians, so that other programs on the
-machine disturb them less. The exit code is 1 if the period exceeds --limit times the device's time.
+ahead, the period should be equal to the device's time for a step. Period and device time are medians, so that other
+programs on the machine disturb them less. The exit code is 1 if the period exceeds --limit times the device's time.
 
-With --temperature, a step also launches the graphs that find candidates and draw tokens. They take three eighths of
-the device's time and a third of the host's time for launches. If the device draws a wrong token, the next step is
-launched again, which also takes device time. --wrong-every makes the device draw wrong tokens. The figure "ms a step"
-is the mean time of a completed step, so it includes second launches.
+With --temperature, a step also launches the graphs that find candidates and draw tokens. These graphs take three
+eighths of the device's time and a third of the host's time for launches. If the device draws a wrong token, the next
+step is launched again, which also takes device time. --wrong-every makes the device draw wrong tokens. The figure "ms a
+step" is the mean time of a completed step, so it includes second launches.
 
 With --tensor-parallel, several agents share the model, each with its own artificial device. The figures are those of
 the first agent, which samples. Its device also waits for the sums of the other devices.

@@ -37,7 +37,7 @@ class RequestRecord:
     request_id: str | None = None
     """The id that the server gave the request and uses in its log. None if the server stated no id.
 
-    It comes from the header X-Request-ID or from the response.
+    The id comes from the header X-Request-ID or from the response.
     """
     text: str | None = None
     """The text of the response. None if ``keep_text`` was not set."""

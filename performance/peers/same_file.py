@@ -1,10 +1,10 @@
 """Compares this engine with llama.cpp on the same GGUF file, in alternating runs of the same program.
 
 Each round starts llama.cpp (through its C interface, performance/peers/llama_cpp_driver.py) and this engine (without
-HTTP), one after the other. The order changes from round to round. Both get prompts of random token ids with the same
-lengths, decode greedily, ignore end tokens, and use --threads threads. A machine's speed changes over minutes, so a
-ratio compares the two runs of one round. The table has the median, the smallest and the largest ratio. A ratio above 1
-means that this engine is faster.
+HTTP), one after the other. The order changes from round to round. Both engines get prompts of random token ids with the
+same lengths, decode greedily, ignore end tokens, and use --threads threads. A machine's speed changes over minutes, so
+a ratio compares the two runs of one round. The table has the median, the smallest and the largest ratio. A ratio above
+1 means that this engine is faster.
 
 llama-cpp-python needs a separate environment:
 

@@ -1,7 +1,7 @@
 """Draws the pictures of ``docs/scheduling.md``: ``python -m performance.simulation.pictures docs``.
 
-All simulations use the Ascend preset and the config ``llama_7b_kbk_pa_dyn.yaml`` (Llama 2 7B). They take seconds, and
-give the same result on every machine.
+All simulations use the Ascend preset and the config ``llama_7b_kbk_pa_dyn.yaml`` (Llama 2 7B). The simulations take
+seconds, and give the same result on every machine.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ measures the machine's speed before and after each part. The mean slowdown of bo
 of the part. Decode steps of few rows, decode steps of many rows and steps with prompts have separate factors, because
 memory and arithmetic rarely become slow together. The simulation of a part never uses measured figures of the part.
 
-A part is not compared with its simulation if its two probes differ, or if other processes used the cores. It is then
-repeated, up to --tries times, and the report lists the discarded tries. A part that was never steady is left out. If
-this happens to half of a load's parts, the load does not count, and the report names it.
+A part is not compared with its simulation if its two probes differ, or if other processes used the cores. The part is
+then repeated, up to --tries times, and the report lists the discarded tries. A part that was never steady is left out.
+If this happens to half of a load's parts, the load does not count, and the report names it.
 
 The request rates suit a model of some hundred million parameters on two cores. Use --scale to multiply them. Use --keep
 to store the recordings of the servers and the measurements of the clients. Use --kept to compare with the stored data,

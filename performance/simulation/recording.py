@@ -1,11 +1,11 @@
 """Extracts from a flight recording how long steps took, and how much time the server process added.
 
 The time of a step is the time that its agent measured (graph and sampler) plus the agent's overhead. The overhead is
-calculated from steps that ran directly after another step. It is the time between the two steps' results minus the
-measured time of the second step. The remaining time between the scheduling of a step and its result is transfer time.
-The mean transfer time is divided equally between the two directions. The recording also has each request's time from
-arrival to the queue, and shows which steps ran when requests arrived. The recording does not have the time to deliver
-tokens; the clients measure this time (``with_delivery``).
+calculated from steps that ran directly after another step. The overhead is the time between the two steps' results
+minus the measured time of the second step. The remaining time between the scheduling of a step and its result is
+transfer time. The mean transfer time is divided equally between the two directions. The recording also has each
+request's time from arrival to the queue, and shows which steps ran when requests arrived. The recording does not have
+the time to deliver tokens; the clients measure this time (``with_delivery``).
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def with_delivery(fit: StepFit, path: Path, records: Iterable[RequestRecord]) ->
     """Returns the fit with the delivery time of tokens, measured by the clients of the recorded server.
 
     The delivery time starts with the loop iteration that produced a request's first token. It ends when the client has
-    the first piece of output. Its median is used. If Python measures the times of server and client with different
-    system clocks, the fit is returned unchanged.
+    the first piece of output. The fit gets the median over all requests. If Python measures the times of server and
+    client with different system clocks, the fit is returned unchanged.
     """
     if time.get_clock_info("perf_counter").implementation != time.get_clock_info("monotonic").implementation:
         return fit
@@ -201,8 +201,8 @@ def _host(host: HostModel, timed: Iterable[TimedStep], own_s: float) -> HostMode
 def _with_edge(host: HostModel, requests: Iterable[Arrival]) -> HostModel:
     """Returns the host model with the times that HTTP takes to accept a request and to deliver a piece of output.
 
-    The time to accept a request is the recorded mean. The time to deliver a piece is not recorded. It is assumed to be
-    at least the time that a result takes from the agent to the engine thread.
+    The time to accept a request is the recorded mean. The time to deliver a piece is not recorded. This time is assumed
+    to be at least the time that a result takes from the agent to the engine thread.
     """
     waits = [one.facts["receipt_start"] - one.facts["arrival_time"] for one in requests if "receipt_start" in one.facts]
     accept_s = statistics.fmean(waits) if waits else host.accept_s

@@ -2,10 +2,10 @@
 
 Equal steps take different times because of other activity on the machine: other processes, a hypervisor that takes away
 cores, other users of the memory. Part of this noise lasts longer than a step: for some time every step is slow. The
-model is therefore the sum of two kinds of noise. The first is a state of the machine, which changes slowly; its
-influence decays exponentially. The second is independent for each step. The first kind does not make more steps slow,
-but its slow steps follow each other. This matters for latency: independent noise averages out over the tokens of a
-request, but requests queue up while the machine is slow for seconds.
+model is therefore the sum of two kinds of noise. The first kind is a state of the machine, which changes slowly; its
+influence decays exponentially. The second kind is independent for each step. The first kind does not make more steps
+slow, but its slow steps follow each other. This matters for latency: independent noise averages out over the tokens of
+a request, but requests queue up while the machine is slow for seconds.
 
 The sum of both is a normal random variable, which is mapped to the measured quantiles (a Gaussian copula). The state is
 an Ornstein-Uhlenbeck process (Uhlenbeck and Ornstein, "On the Theory of the Brownian Motion", 1930).

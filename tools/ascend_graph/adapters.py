@@ -39,7 +39,7 @@ class AdapterRules:
 
     @property
     def inputs(self) -> dict[str, TensorType]:
-        """Name and type of the input that adapters add to the graph. It has the number of rows of each adapter slot."""
+        """Name and type of the graph's input for adapters, which has the number of rows of each adapter slot."""
         return {ROWS: TensorType("i64", (self._sizes.num_groups,))}
 
     @property

@@ -1,8 +1,8 @@
 """Rounds weights to integers: scales and zero points of groups, and the two layouts of compressed-tensors.
 
-A weight is [out, in] float32. A group is g consecutive inputs of a row. It has one scale, so a row has in / g scales.
-The integers are unsigned, from 0 to 2^bits - 1. The zero point of a group is the integer that stands for 0. If the
-format stores no zero points, every zero point is 2^(bits - 1).
+A weight is [out, in] float32. A group is g consecutive inputs of a row. A group has one scale, so a row has in / g
+scales. The integers are unsigned, from 0 to 2^bits - 1. The zero point of a group is the integer that stands for 0. If
+the format stores no zero points, every zero point is 2^(bits - 1).
 """
 
 from __future__ import annotations

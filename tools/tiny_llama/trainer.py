@@ -17,7 +17,8 @@ from .model import TinyLlama
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """The length and the learning rates of a training. It ends after ``steps`` or ``minutes``, whichever is first.
+    """The length and the learning rates of a training. The training ends after ``steps`` or ``minutes``, whichever is
+    first.
 
     The last fraction ``long_share`` of the training uses rows of ``long_length`` tokens instead of ``length``. A step
     has the same number of tokens in both parts. Short rows cost less time for each token.

@@ -30,7 +30,7 @@ def write_picture(path: Path, comparisons: Mapping[str, Comparison]) -> None:
 
 
 def numbers_path(path: Path) -> Path:
-    """Returns the path of the JSON file with the numbers of the picture ``path``. Both are in one folder."""
+    """Returns the path of the JSON file with the numbers of the picture ``path``. Both files are in one folder."""
     return path.with_suffix(".json")
 
 
