@@ -255,7 +255,8 @@ class Drafter:
     def _catch_up(self, lines: list[Line]) -> None:
         """Runs the draft model on the known tokens that its KV cache lacks.
 
-        The same passes give the first draft of each sequence that samples."""
+        The same passes give the first draft of each sequence that samples.
+        """
         waiting = list(lines)
         while waiting:
             left, chunks = self._config.max_num_batched_tokens, []

@@ -100,7 +100,8 @@ def llama_settings(config: Config) -> Settings:
 def _yarn(scaling: RopeScaling) -> Settings:
     """Returns the argument ``rope_scaling`` of MindFormers' newer models, for YaRN.
 
-    These models take ``coeff``, and compute the attention factor as ``coeff`` * ln(``factor``) + 1."""
+    These models take ``coeff``, and compute the attention factor as ``coeff`` * ln(``factor``) + 1.
+    """
     assert scaling.type == "yarn", "the server refuses all other types"
     return {
         "rope_type": "yarn",

@@ -83,7 +83,8 @@ class HeadRows:
 class WeightSpec:
     """Describes a parameter of the model and the checkpoint tensors (``parts``) that are joined to it.
 
-    The tensors are joined along the first axis, for example q, k and v to one parameter qkv."""
+    The tensors are joined along the first axis, for example q, k and v to one parameter qkv.
+    """
 
     parameter: str
     parts: tuple[WeightPart, ...]

@@ -251,7 +251,8 @@ def _per_group(part: WeightPart, groups: int) -> tuple[tuple[int, ...], ...]:
 def _unpacked(stored: Array, shape: tuple[int, ...]) -> npt.NDArray[np.int8]:
     """Unpacks integers of 4 bits to int8 ``shape`` [out, in], in new memory.
 
-    If ``stored`` already has this shape, each byte has one integer, so the array is only copied."""
+    If ``stored`` already has this shape, each byte has one integer, so the array is only copied.
+    """
     if stored.shape == shape:
         return np.array(stored, np.int8)
     values = np.empty(shape, np.int8)
