@@ -18,8 +18,8 @@ c - q + i. Some graphs have more inputs in ``step``, in this order:
 - A graph has ``adapter_rows``, int64 [groups], if ``OpTable.num_adapter_groups`` is not 0.
 
 For every token, an operator adds floating-point numbers in a fixed order. This order depends only on the size of the
-layer and on the length of the token's context. Therefore the bits of a token's result do not depend on the other
-tokens of the step. They are also the same in a prompt, a chunk and a decode step.
+layer and on the length of the token's context. Therefore the bits of a token's result do not depend on the other tokens
+of the step. The bits are also the same in a prompt, a chunk and a decode step.
 """
 
 from __future__ import annotations
@@ -369,7 +369,7 @@ class OpTable(ABC):
         ``weights`` is a tuple: router, gate_up of all experts, down of all experts. If the router has a correction, its
         float32 array [experts] follows. If there are shared experts, their gate_up and down weights follow. If
         ``experts.shared_gate``, the float32 weight of their gate comes next. If ``OpTable.expert_bias`` makes biases,
-        those of router, gate_up and down come last. The bias of down is None if another agent adds it.
+        those of router, gate_up and down come last. The bias of down is None if another agent adds this bias.
 
         The router computes a float32 softmax over all experts and chooses the ``experts.per_token`` experts with the
         largest values. If values are equal, it chooses the expert with the lower number. If ``experts.normalised``, the
@@ -408,9 +408,9 @@ class OpTable(ABC):
         Its arguments are (hidden [tokens, in], residual [tokens, in], gamma [in], weight, last_tokens [seqs], step).
         ``last_tokens`` has the index of each sequence's last token. The operator's result is an output of the graph.
 
-        ``StepGraph`` reads the logits [seqs, vocab_size] from this output. They are RMSNorm(hidden + residual) of the
-        tokens ``last_tokens``, times the weight. If agents share the vocabulary, each agent gets the logits of its own
-        tokens. With packed weights, the first agent gets all logits instead.
+        ``StepGraph`` reads the logits [seqs, vocab_size] from this output. The logits are RMSNorm(hidden + residual) of
+        the tokens ``last_tokens``, times the weight. If agents share the vocabulary, each agent gets the logits of its
+        own tokens. With packed weights, the first agent gets all logits instead.
         """
 
     @abstractmethod

@@ -49,8 +49,8 @@ class DynamicStepGraph(StepGraph):
     The graph for whole prompts takes at most ``max_whole_prompts`` prompts. ``decode_sizes`` are ascending numbers of
     sequences. MindSpore captures the launches of a decode step for each size, and decode steps are padded to one of the
     sizes. Without ``decode_sizes``, the agent replays the steps of all graphs itself if the device can replay steps.
-    With ``fuses``, the agent's replays fuse operators. ``step_blocks`` lists the blocks that a step reads. It must be
-    given if the graphs gather these blocks.
+    With ``fuses``, the agent's replays fuse operators. ``step_blocks`` lists the blocks that a step reads.
+    ``step_blocks`` must be given if the graphs gather these blocks.
     """
 
     def __init__(

@@ -3,8 +3,8 @@
 The graph makes the same launches in every step, and inputs, weights and caches stay in the same memory. Only the sizes
 of the launches' arguments change. Each size is constant, or a multiple of one of three counts of the step: tokens,
 sequences or gathered blocks. Therefore two padding steps with different counts are recorded after compilation
-(``agent.kernels.launches``). They show which sizes are multiples of which count. A replay computes the sizes from the
-counts of its step.
+(``agent.kernels.launches``). The two recordings show which sizes are multiples of which count. A replay computes the
+sizes from the counts of its step.
 
 The first small steps run the graph and the replay, and both must give the same bits. Then all later steps are replays.
 A replay may fuse launches, but the graph does not. The comparison then also proves that fused and unfused operators
@@ -88,7 +88,7 @@ class NativeReplays:
         - ``max_prompts``: if not 0, the graph takes this number of int64 query lengths, with zeros after the last
           sequence. If 0, the graph takes one int32 query length for each sequence.
         - ``inserts_ids``: whether the graph takes the inputs of ``InsertIds``.
-        - ``fuses``: whether replays fuse launches (``context.enable_graph_kernel``). The graph never does.
+        - ``fuses``: whether replays fuse launches (``context.enable_graph_kernel``). The graph never fuses.
         - ``max_blocks``: maximum number of blocks that a step gathers. If 0, the graph gathers no blocks.
         - ``adapter_order``: counts the rows of each adapter slot. If None, the graph has no adapters.
         - ``reads_rotary_positions``: whether ``positions`` is [4, tokens] (``StepInputs.graph_positions``).

@@ -2,7 +2,7 @@
 
 The file begins with ``MAGIC``, then the position, the length and the CRC-32 of the header. The arrays follow, each at a
 multiple of ``ALIGNMENT``. The header is JSON at the end of the file, because a writer adds arrays one by one. The
-header has a CRC-32 for every ``CHUNK_BYTES`` of each array, so that several threads can read and check.
+header has a CRC-32 for every ``CHUNK_BYTES`` of each array, so that several threads can read and check one array.
 
 If the system can map the file in huge pages, a reader maps it, and weights in the system's page cache are not copied.
 Otherwise the reader copies the file into memory with huge pages, because kernels are slower with small pages. A
