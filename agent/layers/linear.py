@@ -17,7 +17,7 @@ class Weight(nn.Cell):
     """The parameters of one linear weight: the weight itself, its scales and its offsets. Weights of floats have no
     scales.
 
-    If ``OpTable.adapter_matrices`` makes matrices of LoRA adapters, they are also parameters of the weight.
+    If ``OpTable.adapter_matrices`` makes matrices of LoRA adapters, these matrices are also parameters of the weight.
     """
 
     def __init__(self, parameters: LinearParameters, adapters: tuple[Any, Any] | None = None) -> None:

@@ -46,7 +46,8 @@ from llm_serving.model.number_formats import AUTO, GROUP_SIZES_TEXT, WeightForma
 from llm_serving.model.quantization import MAX_WEIGHT_ONLY_SIZE
 
 GROUP_MULTIPLE = 32
-"""WeightQuantBatchMatmul requires a group size that is a multiple of this and smaller than the number of inputs."""
+"""WeightQuantBatchMatmul requires a group size that is a multiple of this number and smaller than the number of inputs.
+"""
 FLOAT = "float"
 """Name of the form of weights that are floats of ``model_dtype``."""
 _OTHER_GROUPS = f"another model_config.weight_group ({GROUP_SIZES_TEXT}), or int8"

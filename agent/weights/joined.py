@@ -94,10 +94,11 @@ def _reordered(tensor: QuantizedTensor, order: tuple[int, ...], stored_head: int
 
 
 def _cut_of(rows: RowsOf, shape: tuple[int, ...], cut: TensorCut | None) -> TensorCut:
-    """Returns the part of a stored tensor that must be read for ``cut``, a part of a tensor inside the stored tensor.
+    """Returns the part of a stored tensor that must be read for ``cut``. The stored tensor contains a smaller, inner
+    tensor.
 
     ``rows`` describes which rows of the stored tensor the inner tensor has. ``shape`` is the shape of the inner tensor.
-    ``cut`` is None for the whole inner tensor.
+    ``cut`` is a part of the inner tensor, or None for all of it.
     """
     own, columns = (Span(0, shape[0]), None) if cut is None else (cut.rows, cut.columns)
     if rows.stored_head:
