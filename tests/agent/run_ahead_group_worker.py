@@ -1,7 +1,8 @@
 """Runs one agent of a group, with or without running ahead, and prints the results as JSON.
 
 The name of the model decides: ``plain`` waits for each step, and ``ahead`` runs on an artificial device, which finishes
-a step after 1 ms. ``group_program`` describes the arguments.
+a step after 1 ms. ``drawn`` runs on such a device, too, but only steps with a temperature of which one fails.
+``group_program`` describes the arguments.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from group_program import print_models, start_driver  # noqa: E402
 from run_ahead_program import (  # noqa: E402
     IN_FLIGHT,
     RANDOM_RUNS,
+    Step,
     alternating_plan,
     drawn_sampling,
     draws_allowed,
@@ -55,9 +57,11 @@ launches: list[QueuedLaunch] = []
 
 def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
     device = NotedDevice(device_s=0.001)
-    if model["name"] == "ahead":
+    if model["name"] != "plain":
         use_artificial_device(device)
     driver = start_driver(setup, model, rank)
+    if model["name"] == "drawn":
+        return run_failing(driver, list(plan(drawn_sampling)))
     found: dict[str, Any] = {
         "greedy": run_steps(driver, greedy_plan()),
         "mixed": run_steps(driver, mixed_plan()),
@@ -74,9 +78,14 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
         pad(driver)
         captured = {"greedy": greedy_plan(), "alternating": alternating_plan(), "drawn": list(plan(drawn_sampling))}
         found["captured"] = {name: run_steps(driver, steps) for name, steps in captured.items()}
+    return found | run_failing(driver, greedy_plan())
+
+
+def run_failing(driver: StepDriver, steps: list[Step]) -> dict[str, Any]:
+    """Runs steps of which one fails in both agents."""
     for reader in driver.runner._readers:
         reader._num_blocks *= 2**20  # the readers then accept numbers of blocks that do not exist
-    return found | {"failing": run_steps(driver, greedy_plan(), spoil=SPOILED)}
+    return {"failing": run_steps(driver, steps, spoil=SPOILED)}
 
 
 def run_wrong_draws(driver: StepDriver, device: NotedDevice, rank: int) -> dict[str, Any]:

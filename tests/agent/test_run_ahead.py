@@ -206,11 +206,11 @@ def test_captured_decodes_with_a_temperature_wait_for_the_host_and_change_no_bit
 
 @pytest.fixture(scope="module")
 def group(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Returns the output of both agents of a group, with and without steps ahead."""
+    """Returns the output of both agents of a group by the name of the run (``run_ahead_group_worker.py``)."""
     folder = tmp_path_factory.mktemp("group") / "model"
     write_model(with_layers(VARIANTS["llama3_rope"], 1), folder)
     setup = Setup(2, 1, "bfloat16", "native")
-    return run_group(setup, {"plain": folder, "ahead": folder}, "run_ahead_group_worker.py")
+    return run_group(setup, dict.fromkeys(("plain", "ahead", "drawn"), folder), "run_ahead_group_worker.py")
 
 
 def test_the_agents_of_a_group_launch_greedy_steps_ahead_and_change_no_bit(group: list[dict[str, Any]]) -> None:
@@ -324,7 +324,7 @@ def test_each_agent_of_a_group_waits_for_the_device_before_a_step_ends(group: li
 
 
 def test_a_step_that_fails_ends_all_agents_of_a_group(group: list[dict[str, Any]]) -> None:
-    for kind in ("plain", "ahead"):
+    for kind in ("plain", "ahead", "drawn"):
         runs = [agent[kind]["failing"] for agent in group]
         assert [run["code"] for run in runs] == [1, 1]
         failed = [step["error"] for run in runs for step in run["results"] if step and step["error"]]
