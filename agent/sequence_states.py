@@ -26,12 +26,14 @@ from agent.step_inputs import Int32Array, StepInputs, check_range
 from llm_serving.errors import ProtocolError
 
 STATES_PER_ROW = 2
+"""Number of states that each batch row has in a layer with linear attention."""
 SAVES_PER_RUN = 2
 """Maximum number of snapshots that a run saves (``kDeltaSaves`` of ``agent/kernels/ops/gated_delta.h``)."""
 _SAVES, _REPLAYED, _SETTLED = 4, 4 + 2 * SAVES_PER_RUN, 5 + 2 * SAVES_PER_RUN
 """Columns of ``SequenceStates.runs``: ``_SAVES`` is the first column of the saved snapshots. ``_REPLAYED`` has the
 number of replayed drafts, and ``_SETTLED`` the number of tokens before the first draft."""
 RUN_WIDTH = 6 + 2 * SAVES_PER_RUN
+"""Columns of the array that describes the runs of a step."""
 _NONE = -1
 _Ints = npt.NDArray[np.int64]
 

@@ -31,6 +31,7 @@ from llm_serving.ipc.tile_memory import TileLayout, TileMemory
 logger = logging.getLogger("agent.server")
 
 HANDSHAKE_TIMEOUT_S = 60.0
+"""Maximum seconds that an agent waits for the server's messages of the handshake."""
 
 
 class AgentServer:

@@ -33,6 +33,7 @@ from llm_serving.ipc.shm import SlotMemory
 logger = logging.getLogger("agent.worker")
 
 MAX_ERROR_CHARS = 8000
+"""Maximum length of an error and of its traceback in a message to the server."""
 
 
 class Worker:

@@ -33,6 +33,7 @@ from llm_serving.version import __version__
 
 DEFAULT_CONFIG = "smollm2_135m_cpu.yaml"
 EXIT_USAGE = 2
+"""Exit code of a wrong command line."""
 
 _DESCRIPTION = """\
 Serve a model over HTTP: the OpenAI API, /generate, /chat, and a chat page.

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from llm_serving.tracing.export import Tracing
 
 EXIT_FAILED = 1
+"""Exit code of a server that failed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,10 +15,13 @@ import orjson
 from llm_serving.errors import LLMServingError
 
 EXIT_FAILURES = 1
+"""Exit code: requests failed, or a goal was missed."""
 EXIT_NOT_STARTED = 2
+"""Exit code: the measurement could not start."""
 EXIT_UNSTEADY = 3
 """Exit code of a measurement that proves nothing, because the machine's speed changed during it."""
 EXIT_INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
 
 Range = tuple[int, int]
 """Smallest and largest length. A length is drawn uniformly from this range, including both ends."""

@@ -26,6 +26,7 @@ from tools.lock_requirements import FILES  # noqa: E402
 PINNED_BY_OTHERS = {"requirements-mindformers.lock": "MindFormers 1.9.0 demands exact versions of its packages"}
 """Lock files whose vulnerabilities are reported but do not make the audit fail. The value is the reason."""
 _TIMEOUT_S = 600
+"""Maximum seconds for the check of one lock file."""
 
 
 @dataclass(frozen=True, slots=True)

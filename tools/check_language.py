@@ -30,6 +30,7 @@ LAB = "docs/lab"
 
 C_SUFFIXES = {".c", ".cc", ".h", ".inc"}
 MAX_WORDS = 25
+"""Maximum number of words of a sentence."""
 
 
 class Rejected(NamedTuple):

@@ -31,6 +31,7 @@ REQUESTS = [
     Request(*each) for each in ((0, 3), (0, 9), (0, 5), (1, 7), (2, 4), (3, 8), (5, 3), (7, 5), (8, 4), (10, 3))
 ]
 NUM_ROWS = 4
+"""Number of batch rows in the picture of the batching modes."""
 WAIT = 2
 """Number of steps for which a dynamic batch waits for more requests."""
 

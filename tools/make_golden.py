@@ -37,12 +37,16 @@ from performance.models.folders import write_model  # noqa: E402
 from performance.models.variants import FAMILY_VARIANTS, VARIANTS  # noqa: E402
 
 NUM_TOKENS = 64
+"""Number of tokens that are generated."""
 TOP = 4
+"""Number of best candidates whose logits are stored."""
 MIN_MARGIN = 0.02
+"""Minimum difference between the two best logits of a token."""
 PROMPT_LENGTHS = (1, 17, 100)
 FAMILY_PROMPT_LENGTHS = (17, 100)
 WHOLE_LOGITS_AT = (0, NUM_TOKENS - 1)
 FIRST_ORDINARY_TOKEN = 3
+"""Prompts have tokens from this id on. The smaller ids are special tokens."""
 TINY_LLAMA = ROOT / "models" / "tiny_llama"
 TINY_PROMPTS = (
     "<s>",

@@ -51,6 +51,7 @@ Visit = Callable[[int, NDArray[np.float32]], None]
 call.
 """
 _BLOCK_SIZE = 16
+"""Tokens of a KV block."""
 _NEUTRAL = {each.name: each.default for each in SAMPLER_PARAMETERS} | {
     "temperature": 0,
     "do_sample": 1,

@@ -22,6 +22,7 @@ from llm_serving.errors import CheckpointError
 from tools.quantization.calibration import builtin_documents
 
 HELD_OUT_SEED = 4242
+"""Seed of the texts that the tiny model has not seen in training."""
 SHORTEST_DOCUMENT = 24
 """Minimum number of tokens of a generated document. Shorter documents are left out."""
 SHORTEST_TEXT = 800

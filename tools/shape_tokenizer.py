@@ -20,6 +20,7 @@ from pathlib import Path
 MODELS = Path(__file__).resolve().parent.parent / "models"
 TINY, SHAPES = MODELS / "tiny_llama", MODELS / "shapes" / "tokenizer"
 VOCAB_SIZE = 32_000
+"""Number of entries of the vocabulary."""
 SYLLABLES = [consonant + vowel for vowel in "aeiou" for consonant in "bdfghjklmnprstvz"]
 WORD_MARK = "\u2581"
 

@@ -16,7 +16,9 @@ import threading
 import time
 
 SECONDS = 4.0
+"""Seconds between two lines."""
 WIDTH = 72
+"""Maximum length of the shown output, in characters."""
 
 
 def run(title: str, command: list[str], seconds: float = SECONDS) -> int:

@@ -31,6 +31,7 @@ from tools.tiny_llama.tokenizer import train_tokenizer
 from tools.tiny_llama.trainer import History, Trainer, TrainingPlan, evaluate
 
 TOKENIZER_DOCUMENTS = 20000
+"""Number of documents from which the vocabulary is learnt."""
 DEFAULT_OUT = Path(__file__).resolve().parent.parent / "models" / "tiny_llama"
 
 

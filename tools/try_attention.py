@@ -31,6 +31,7 @@ from llm_serving.errors import LLMServingError
 from llm_serving.model.number_formats import scale_row_width
 
 HEADS, KV_HEADS, BLOCK_SIZE, NUM_BLOCKS, MAX_POSITIONS = 8, 2, 16, 64, 128
+"""Sizes of the layer and of its KV cache: query heads, kv heads, block size, blocks, positions."""
 LIMIT = 0.02
 """Maximum difference from NumPy. The values are about 1, and float16 has a precision of 11 bits."""
 INT8_LIMIT = 0.04

@@ -29,8 +29,11 @@ QUESTIONS = (
 )
 IDLE = "document.getElementById('send').classList.contains('primary')"
 WIDTH, HEIGHT = 1180, 820
+"""Size of the chat page's window in pixels."""
 OPERATOR_HEIGHT = 1660
+"""Height of the operator page's window in pixels."""
 NUM_REQUESTS = 12
+"""Number of requests that run while a picture is taken."""
 
 
 def ask(browser: Browser, text: str) -> None:

@@ -18,6 +18,7 @@ from llm_serving.errors import GroupDownError
 _DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
 """The number of each type in llmk::DType (common/types.h)."""
 _GROUP_DOWN = 3
+"""Code that a kernel returns if the group is down (``kGroupDown`` of agent/kernels/exchange/lines.h)."""
 # ctypes classes with the members of the C structs of the same names in exchange/collectives.h.
 _ExchangeArgs = structure(
     "ExchangeArgs", "pointer: base; int64: down lines buffers piece_bytes timeout_ms bell; int32: size index"

@@ -14,6 +14,7 @@ from agent.kernels.library import KernelError, load_library, structure
 Array = npt.NDArray[Any]
 Int32Array = npt.NDArray[np.int32]
 CHECKSUM_WORDS = 2
+"""Number of 64-bit words of a checksum (``kChecksumWords`` of agent/kernels/ops/hand_blocks.h)."""
 _MOVE_WIDTH, _HEADER_BYTES, _STORED_BYTES = 3, 32, 64
 _HandBlocksArgs = structure(
     "HandBlocksArgs",

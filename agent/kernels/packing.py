@@ -20,6 +20,7 @@ _SOURCE_DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, 
 GATES = {"silu": 1, "gelu_tanh": 2, "clamped_silu": 3}
 """The activations of gated weights. Maps the name of each activation to its number in llmk::Gate (ops/gated.h)."""
 _HUGE_PAGE = 2 << 20
+"""Size of a huge page of memory, in bytes."""
 _PackSource = structure(
     "PackSource",
     "int32: format source_dtype gate; int64: columns depth group; bool: asymmetric; pointer: values scales zeros bias"

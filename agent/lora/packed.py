@@ -20,7 +20,9 @@ from agent.weights.storage import STORAGE_DTYPES, Array
 from llm_serving.ipc.alignment import aligned
 
 _LANES = 16
+"""Ranks are padded to a multiple of this number (``kRankLanes`` of agent/kernels/ops/lora.h)."""
 _PANEL = 64
+"""Columns of a panel of packed weights (``kPanelColumns`` of agent/kernels/ops/linear.h)."""
 _DTYPES = ("float32", "float16", "bfloat16")
 _LoraWeight = structure(
     "LoraWeight", "int32: dtype rank_groups; int64: depth; pointer: a scales vectors b"

@@ -41,6 +41,7 @@ from llm_serving.errors import GroupDownError
 from llm_serving.ipc.shm import LAST_TOKEN, StepSlot
 
 MAX_UNSAMPLED = 2
+"""Maximum number of steps that are launched but not sampled yet."""
 _NOT_SAMPLED, _HOST_CHOOSES = -1, -2
 
 

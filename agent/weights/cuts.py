@@ -13,6 +13,7 @@ from llm_serving.errors import CheckpointError
 from llm_serving.model.parallel import Span
 
 _PIECE_ELEMENTS = 1 << 18
+"""Approximate number of elements that are copied at a time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from llm_serving.model.parallel import Span
 
 _SCALES = "_scale_inv"
 _PIECE_ELEMENTS = 1 << 18
+"""Approximate number of elements that are converted at a time."""
 
 
 def _values() -> npt.NDArray[np.float32]:

@@ -26,6 +26,7 @@ from llm_serving.gguf.place import find_gguf
 from llm_serving.model.quantization import checkpoint_float8, checkpoint_quantization
 
 _PIECE_ELEMENTS = 1 << 20
+"""Approximate number of elements that are converted at a time."""
 MAX_THREADS = 4
 """Maximum number of threads that read and convert weights. Each thread needs memory for the largest parameter of the
 model.

@@ -47,6 +47,7 @@ from llm_serving.errors import CheckpointError
 from llm_serving.model.quant_description import Description
 
 _PER_BYTE = 2
+"""Number of int4 values in a byte."""
 
 
 class ModelSlimDecoder(Decoder):

@@ -31,7 +31,9 @@ _PAIRS = np.stack([np.tile(DOUBLED, 16), np.repeat(DOUBLED, 16)], 1).view(np.uin
 """For each of the 256 values of a stored byte: its two doubled floats as int8, together one 16-bit number."""
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _BLOCK_BYTES = MXFP4_GROUP // 2
+"""Bytes of the 4-bit floats that share a scale."""
 _NOT_A_NUMBER = 255
+"""The exponent of a scale that is NaN."""
 
 Bytes = npt.NDArray[np.uint8]
 

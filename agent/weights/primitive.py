@@ -21,6 +21,7 @@ from agent.weights.storage import Array, allocate, from_float32, to_float32
 from llm_serving.errors import CheckpointError
 
 _PIECE_ROWS = 256
+"""Number of rows that are converted at a time."""
 
 
 def load_primitive(spec: WeightSpec, form: LinearForm, source: WeightSource, dtype: str) -> dict[str, Array]:

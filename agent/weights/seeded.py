@@ -30,9 +30,13 @@ from agent.weights.quantized import QuantizedTensor, Scheme
 from agent.weights.storage import Array, from_float32
 
 TABLE_SIZE = 1 << 16
+"""Number of different random values."""
 CHUNK_ELEMENTS = 1 << 20
+"""Number of elements that share a random generator."""
 _PIECE_ELEMENTS = 1 << 16
+"""Number of elements that are generated at a time."""
 DUMMY_STD = 0.02
+"""Standard deviation of the random weights of ``load_format: dummy``."""
 
 
 @cache

@@ -29,8 +29,11 @@ STORAGE_DTYPES: dict[str, Any] = {
 """NumPy's type for the elements of an array, by the name of the weights' type. bfloat16 is stored as uint16."""
 
 _CHUNK_ELEMENTS = 1 << 15
+"""Number of elements that are converted to bfloat16 at a time."""
 _ALIGNMENT = 64
+"""Small arrays begin at multiples of this number of bytes."""
 _HUGE_PAGE = 2 << 20
+"""Size of a huge page of memory, in bytes."""
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
 """The numbers of MADV_POPULATE_READ and MADV_POPULATE_WRITE. Linux has them since 5.14, and Python does not name them.
 """

@@ -21,8 +21,10 @@ INDEX_FILE = "model.safetensors.index.json"
 _OTHER_NAMES = ("quant_model_weight*", "quant-model*")
 """Patterns of the names, without ``.safetensors``, that msModelSlim and golden-stick use instead of ``model``."""
 MAX_INDEX_BYTES = 64 * 1024 * 1024
+"""Maximum size of the index of shards."""
 _EMBEDDING, _OUTPUT, _PREFIX = "embed_tokens.weight", "lm_head.", "model."
 _LISTED = 8
+"""Maximum number of tensors that an error message names."""
 
 
 class TensorFiles:

@@ -25,6 +25,7 @@ from llm_serving.access.keys import (
 from llm_serving.errors import ConfigError
 
 EXIT_USAGE = 2
+"""Exit code of a wrong command line."""
 
 _EPILOG = """\
 examples:

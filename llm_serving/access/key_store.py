@@ -15,6 +15,7 @@ from llm_serving.errors import ConfigError
 ENVIRONMENT_VARIABLE = "LLM_SERVING_API_KEYS"
 """Environment variable that may contain the lines of a key file. A semicolon also ends a line."""
 MAX_FILE_BYTES = 16 * 1024 * 1024
+"""Maximum size of the key file."""
 
 
 class KeyLog(Protocol):

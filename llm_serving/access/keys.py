@@ -20,13 +20,18 @@ from dataclasses import dataclass, fields
 PREFIX = "sk-llm-"
 """Beginning of a new key, so that people and scanners of source code recognise it."""
 KEY_BYTES = 32
+"""Number of random bytes in a new API key."""
 MIN_KEY_CHARS = 32
 """Minimum length of a key that another program created. An attacker with the hash of a shorter key could try all texts
 of this length, and find the key."""
 MAX_KEY_CHARS = 512
+"""Maximum length of an API key."""
 MAX_KEYS = 65536
+"""Maximum number of API keys in a key file."""
 MAX_LIMIT = 1 << 40
+"""Largest quota that a line of the key file may state."""
 MAX_PRIORITY = 2**31 - 1
+"""Largest priority that a line of the key file may state. The smallest is the same number with a minus sign."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HASH = re.compile(r"sha256:([0-9a-f]{64})")

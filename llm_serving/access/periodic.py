@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 PERIOD_S = 1.0
+"""Seconds between two calls of the function, for example between two looks for a changed key file."""
 
 
 class Periodic:

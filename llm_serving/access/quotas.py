@@ -9,6 +9,7 @@ from llm_serving.errors import QuotaExceededError, RequestError
 from llm_serving.waiting.drain_rate import DrainRate
 
 MINUTE_S = 60.0
+"""Seconds in which a quota per minute is refilled completely."""
 
 
 class Allowance:

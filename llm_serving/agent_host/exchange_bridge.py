@@ -36,6 +36,7 @@ from llm_serving.ipc.introduction import admit, introduce, set_options, shut_dow
 
 MAGIC = b"LLMEXCH1"
 CONNECT_TIMEOUT_S = 3.0
+"""Maximum seconds to connect to another node of the group."""
 INTRODUCTION_TIMEOUT_S = 2 * HANDSHAKE_TIMEOUT_S
 """Seconds that a sender waits for each message of the TLS handshake and of the introduction.
 

@@ -25,6 +25,7 @@ from llm_serving.handover.transport import FRAMES, Carrier, OnCancel, PoolReceiv
 from llm_serving.ipc.hand_over_memory import HandOverLayout, HandOverMemory
 
 MAX_ERROR_CHARACTERS = 1000
+"""Maximum length of the error that a node reports about a transfer."""
 
 NewCarrier = Callable[[Sequence[HandOverMemory]], Carrier]
 """Type of a function that makes the carrier, which moves blocks between hand-over pools of two nodes.

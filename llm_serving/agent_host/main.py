@@ -27,10 +27,12 @@ from llm_serving.ipc.segment import remove_leftovers
 from llm_serving.planning.machine import Machine
 
 EXIT_USAGE = 2
+"""Exit code of a wrong command line."""
 DEFAULT_LISTEN = "127.0.0.1:7450"
 MAX_HANDSHAKES = 16
 """Maximum number of connections that are in the handshake at the same time."""
 _ACCEPT_PAUSE_S = 0.2
+"""Seconds that a node waits for a link before it checks whether it must end."""
 
 
 class AgentHost:

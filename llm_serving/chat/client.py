@@ -12,7 +12,9 @@ from urllib.parse import urlsplit
 from llm_serving.errors import LLMServingError
 
 _MAX_LINE = 16 * 1024 * 1024
+"""Maximum bytes of a line of a streamed answer."""
 _MAX_ERROR_BODY = 1024 * 1024
+"""Maximum bytes that are read of the body of an error."""
 _DONE = b"[DONE]"
 
 

@@ -19,6 +19,7 @@ from llm_serving.cli import add_model_options
 from llm_serving.config.serving_section import DEFAULT_SERVER_PORT
 
 EXIT_USAGE = 2
+"""Exit code of a wrong command line."""
 API_KEY_VARIABLE = "LLM_SERVING_API_KEY"
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_URL = f"http://{DEFAULT_HOST}:{DEFAULT_SERVER_PORT}"

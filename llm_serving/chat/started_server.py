@@ -11,6 +11,7 @@ from llm_serving.chat.client import ChatError
 
 _READY = "ready "
 _STOP_TIMEOUT_S = 30.0
+"""Seconds that the chat waits for the end of the server that it has started."""
 
 
 @contextlib.contextmanager

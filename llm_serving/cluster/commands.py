@@ -18,10 +18,13 @@ from llm_serving.config.parallel_section import NODES, RAY
 from llm_serving.errors import ConfigError, LLMServingError
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
+"""Exit codes: the command failed; the command line was wrong."""
 DEFAULT_URL = "http://127.0.0.1:8835"
 API_KEY_VARIABLE = "LLM_SERVING_API_KEY"
 TIMEOUT_S = 30.0
+"""Maximum seconds to wait for an answer of the server."""
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
+"""Maximum size of an answer of the server."""
 _EXAMPLES = """\
 examples:
   %(prog)s key cluster.key                        makes a cluster key; copy it to every machine

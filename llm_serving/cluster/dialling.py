@@ -14,6 +14,7 @@ from llm_serving.cluster.program import difference, own_program
 from llm_serving.errors import ConfigError, LLMServingError, ProtocolError
 
 CONNECT_TIMEOUT_S = 3.0
+"""Maximum seconds to connect to a node."""
 
 
 class NodeRefusedError(LLMServingError):

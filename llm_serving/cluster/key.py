@@ -17,6 +17,7 @@ from pathlib import Path
 from llm_serving.errors import ConfigError
 
 MAX_KEY_BYTES = 64 * 1024
+"""Maximum size of the file with the cluster key."""
 BLOCKS_PROTOCOL = "llm-serving-blocks"
 """Protocol name (ALPN) in the TLS handshake of a node that connects to send blocks. A link has no protocol name."""
 HOST_BLOCKS_PROTOCOL = "llm-serving-host-blocks"

@@ -43,6 +43,7 @@ from llm_serving.errors import ProtocolError
 from llm_serving.ipc.messages import LongText, ShortText, UInt
 
 LINK_VERSION = 7
+"""Version of the messages of a link. Server and node must have the same version."""
 BEAT_S = 0.5
 """Seconds between two signs of life (messages ``Beat``)."""
 SERVER_PATIENCE_S = 2.4
@@ -53,9 +54,13 @@ NODE_PATIENCE_S = 5.0
 This time is longer than ``SERVER_PATIENCE_S``, so that a short pause of the server does not restart the agents.
 """
 HANDSHAKE_TIMEOUT_S = 5.0
+"""Maximum seconds that each side waits for a message of the handshake."""
 MAX_CONFIG_BYTES = 192 * 1024
+"""Maximum size of the config that the server sends to a node, as JSON."""
 SECRET_BYTES = 32
+"""Size of the secret of an agent, in bytes."""
 DIGEST_BYTES = 32
+"""Size of the digest of the program or of a file, in bytes."""
 PART_BYTES = 128 * 1024
 """Maximum bytes of an adapter or of a tile in one frame."""
 PIECE_BYTES = 4 * PART_BYTES

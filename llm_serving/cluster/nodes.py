@@ -22,7 +22,9 @@ from llm_serving.cluster.messages import BEAT, BEAT_S, SERVER_PATIENCE_S, Beat, 
 from llm_serving.errors import ProtocolError, RequestError
 
 MAX_NODES = 256
+"""Maximum number of nodes of a server."""
 RETRY_S = 0.25
+"""Seconds between the first two attempts to connect to a node. The time doubles with each attempt."""
 LONGEST_RETRY_S = 5.0
 """Maximum seconds between two attempts to connect to a node. The time begins at ``RETRY_S`` and doubles with each
 attempt.

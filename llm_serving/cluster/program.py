@@ -16,6 +16,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("llm_serving", "agent")
 _MODEL_FILES = ("*.safetensors", "*.gguf", "*.ckpt", "*.bin", "*.json")
 MAX_MODEL_FILES = 4096
+"""Maximum number of files of a model folder that server and node compare."""
 
 
 @cache

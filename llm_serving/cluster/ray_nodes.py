@@ -21,8 +21,11 @@ from llm_serving.ipc.ray_messages import NodeEnded, NodeLost, NodePlaced, Placem
 
 DRIVER_MODULE = "llm_serving.ray_driver"
 FIRST_PAUSE_S = 1.0
+"""Seconds before Ray's driver is started again after its first failure."""
 LONGEST_PAUSE_S = 30.0
+"""Maximum seconds before Ray's driver is started again. If it ran longer than this, the pause is the first one."""
 STOP_TIMEOUT_S = 30.0
+"""Maximum seconds to wait for the end of Ray's driver, its nodes and their agents."""
 
 
 def check_ray() -> None:

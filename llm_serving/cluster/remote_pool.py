@@ -48,6 +48,7 @@ buffers of the connection, so the node never waits to send them.
 """
 PENDING, KNOWN, FAILED = range(3)
 MAX_TEXT_BYTES = 255
+"""Maximum size of a text in a message of a pool."""
 WEIGHTS_REPLY = struct.Struct(f"<B{MAX_TEXT_BYTES}s")
 """Reply to WEIGHTS: the state, and the digest or an error text, filled with zeros at its end."""
 
@@ -57,6 +58,7 @@ RETRY_S = 5.0
 """Seconds for which a request is repeated after its connection broke. Each block that arrives begins this time again.
 """
 RETRY_PAUSE_S = 0.1
+"""Seconds between two attempts of the same request to a node."""
 PAUSE_S = 10.0
 """After requests have failed for ``RETRY_S``, all requests fail immediately for this number of seconds."""
 WEIGHTS_POLL_S = 0.2

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 _WEIGHT_OF_LATEST = 0.5
+"""Weight of the latest start in the mean of the seconds that a start takes."""
 
 
 def is_wanted(standby: Standby | None) -> bool:

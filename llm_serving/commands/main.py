@@ -11,6 +11,7 @@ from llm_serving.commands.catalogue import COMMANDS, PROGRAM, MissingPackageErro
 from llm_serving.version import __version__
 
 EXIT_USAGE = 2
+"""Exit code of a wrong command line."""
 
 _DESCRIPTION = "Serve large language models on MindSpore, talk to them, and measure them."
 _EXAMPLES = """\

@@ -18,6 +18,7 @@ from llm_serving.errors import ConfigError
 from llm_serving.formats.typed_fields import short_repr
 
 MAX_LIST_LENGTH = 256
+"""Maximum number of values in a list of the config."""
 T = TypeVar("T")
 
 _NO_LIMITS = KeyInfo("", published=False)

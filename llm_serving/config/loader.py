@@ -21,6 +21,7 @@ from llm_serving.formats.strict_yaml import parse_yaml, read_yaml_mapping
 from llm_serving.formats.typed_fields import short_repr
 
 MAX_OVERRIDE_CHARACTERS = 8192
+"""Maximum length of a value of ``--set``."""
 
 
 def load_config(path_or_name: str, overrides: Sequence[str] = (), *, ascend: bool | None = None) -> Config:

@@ -8,7 +8,9 @@ from llm_serving.config.schema import own, published, without_effect
 from llm_serving.model.number_formats import GROUP_SIZES, GROUP_SIZES_TEXT, INTEGER_FORMATS, INTEGER_KV_FORMATS
 
 MAX_TOKENS = 16 * 1024 * 1024
+"""Largest value of the settings that count tokens or are a token id."""
 MAX_SEQS = 4096
+"""Largest batch size that a setting accepts."""
 DTYPES = ("float16", "bfloat16", "float32")
 
 _PUBLISHED_DTYPES = {

@@ -16,6 +16,7 @@ FILE = "generation_config.json"
 FROM_MODEL, NO_DEFAULTS = "model", "none"
 """Values of ``serving_config.generation_config``: use the model folder's defaults, or none. Other values are paths."""
 MAX_BYTES = 1024 * 1024
+"""Maximum size of ``generation_config.json``."""
 _REMEDY = "correct the file, or set serving_config.generation_config: none"
 
 

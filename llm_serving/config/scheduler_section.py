@@ -11,6 +11,7 @@ SNAPSHOTS_PER_SEQUENCE = 4
 """Default number of state snapshots (linear attention) for each sequence that can run. One snapshot is for the running
 sequence. The other ones are for prompts and conversations that later requests may continue."""
 MAX_SNAPSHOTS = 1 << 20
+"""Largest number of snapshots that a setting accepts."""
 
 
 @dataclass(frozen=True, slots=True)

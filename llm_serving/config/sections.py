@@ -22,6 +22,7 @@ from llm_serving.config.serving_section import ServingConfig
 from llm_serving.config.shadow_section import ShadowConfig
 
 MAX_BLOCKS = 64 * 1024 * 1024
+"""Largest number of KV blocks that a setting accepts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from llm_serving.model.number_formats import weight_format
 from llm_serving.model.parallel import find_obstacle
 
 MAX_CACHE_SLOTS = 2**31 - 1
+"""Maximum of KV blocks times block size, because kernels store the position of a token as an int32."""
 _PROCESSOR_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 

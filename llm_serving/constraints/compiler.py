@@ -31,6 +31,7 @@ from llm_serving.errors import RequestError
 from llm_serving.request import ConstraintError
 
 MAX_CACHED_GRAMMARS = 64
+"""Maximum number of compiled schemas and grammars that are kept."""
 MAX_COMPILING = 2
 """Maximum number of grammars that are compiled at the same time. Further grammars wait."""
 TRIED_TOKENS = 8

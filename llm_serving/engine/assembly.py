@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from llm_serving.telemetry.metrics import Metrics
 
 _POLL_START_S = 0.02
+"""Seconds between two checks whether the agents have started."""
 
 ProgressNote = Callable[[int, str, int, int], None]
 """A function that receives the progress of an agent's start: rank, stage, completed work and total work of the stage.

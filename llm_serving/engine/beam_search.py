@@ -41,6 +41,7 @@ from llm_serving.sampling_params import MAX_TOP_LOGITS, SamplingParams
 from llm_serving.telemetry.receipt import Phase
 
 MAX_BEAM_WIDTH = MAX_TOP_LOGITS // 2
+"""Maximum number of beams of a beam search."""
 
 Expand = Callable[[Sequence[tuple[int, ...]]], Awaitable[list[TokenLogits]]]
 """A function that takes the outputs of the live beams, and returns the ``num_candidates`` best next tokens of each."""

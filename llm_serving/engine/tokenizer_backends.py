@@ -28,6 +28,7 @@ from llm_serving.errors import CheckpointError
 from llm_serving.gguf.place import own_config
 
 MAX_VOCABULARY_BYTES = 256 * 1024 * 1024
+"""Maximum size of a vocabulary file."""
 
 # These bytes mean ``normalizer_spec { add_dummy_prefix: false }``. They are appended to a serialised ModelProto, which
 # may have a ``normalizer_spec`` already. Protocol buffers merge both, so the bytes change only this flag.

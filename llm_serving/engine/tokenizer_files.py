@@ -12,8 +12,11 @@ from llm_serving.formats.small_files import read_small_text
 from llm_serving.formats.typed_fields import TypedFields
 
 MAX_SETTINGS_BYTES = 16 * 1024 * 1024
+"""Maximum size of ``tokenizer_config.json`` and other settings of a tokenizer."""
 MAX_TEMPLATE_BYTES = 256 * 1024
+"""Maximum size of the file of a chat template."""
 MAX_ADDED_TOKENS = 100_000
+"""Maximum number of added tokens of a tokenizer."""
 FAST_FILE, SENTENCEPIECE_FILE = "tokenizer.json", "tokenizer.model"
 BPE_FILE, MERGES_FILE = "vocab.json", "merges.txt"
 """Files of a byte-level BPE without a ``tokenizer.json``."""

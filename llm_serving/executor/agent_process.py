@@ -21,8 +21,11 @@ from llm_serving.ipc.bootstrap import Bootstrap, encode_bootstrap
 from llm_serving.telemetry.log_file import Rotation
 
 SECRET_BYTES = 32
+"""Size of the secret with which an agent proves who started it."""
 CONNECT_TIMEOUT_S = 5.0
+"""Maximum seconds until a started process connects."""
 STOP_GRACE_S = 5.0
+"""Seconds that a process has to end by itself before it is killed."""
 
 
 @contextlib.contextmanager

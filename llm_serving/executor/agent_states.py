@@ -11,7 +11,9 @@ from llm_serving.ipc.messages import StatusReply
 from llm_serving.model.parallel import group_ranks, place
 
 FIRST_BACKOFF_S = 0.25
+"""Seconds before lost agents are restarted for the first time. The time doubles with each restart."""
 LONGEST_BACKOFF_S = 60.0
+"""Maximum seconds before lost agents are restarted."""
 STABLE_AFTER_S = 60.0
 """If agents were ready for this number of seconds before their loss, the count of consecutive restarts begins at 0."""
 

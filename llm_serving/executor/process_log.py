@@ -18,14 +18,18 @@ from llm_serving.telemetry.log_file import LogFile, LossReports, Rotation
 PIPE_BYTES = 1024 * 1024
 """Size of the pipe for a process's output. If the pipe is full, the process waits until the server has read from it."""
 MAX_LINE_BYTES = 64 * 1024
+"""Maximum bytes of a process's output that are read at a time."""
 END_WAIT_S = 1.0
 """Maximum seconds to wait for the end of the output after a process has ended.
 
 Without this limit, a child of the process that still has the pipe open would block ``close``.
 """
 TAIL_WAIT_S = 0.25
+"""Maximum seconds to wait for the last output of a process that has ended."""
 _TAIL_LINES = 60
+"""Number of last lines of a process's output that an error message shows."""
 _TAIL_CHARS = 4000
+"""Maximum length of the last lines that an error message shows."""
 
 
 class ProcessLog:

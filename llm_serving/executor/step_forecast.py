@@ -12,6 +12,7 @@ from llm_serving.ipc.shm import StepSlot
 from llm_serving.step_costs.cost_model import KEEP, StepCostModel, StepCounts
 
 LEARNT_AT_FIRST = 64
+"""Number of first steps whose times are all learnt."""
 LEARN_EVERY = 16
 """The first ``LEARNT_AT_FIRST`` steps are learnt, then one in ``LEARN_EVERY``, because learning costs server time."""
 FAMILIAR = 2.0

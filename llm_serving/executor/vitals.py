@@ -23,6 +23,7 @@ LOOK_EVERY_S = 0.25
 STOPPED_S = 1.5
 """Seconds for which one agent must be stopped (SIGSTOP) before the agents count as lost."""
 GRACE_S = 2.0
+"""Seconds by which a step may always exceed its predicted time before its agents count as lost."""
 GRACE_STEPS = 5.0
 """The limit for a step is ``GRACE_S`` seconds plus ``GRACE_STEPS`` times its predicted time. Agents count as lost if
 all of them sleep for longer than the limit, or if one thread uses more processor time than the limit. If there is no

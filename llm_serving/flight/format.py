@@ -25,6 +25,7 @@ from llm_serving.errors import LLMServingError
 
 MAGIC = b"LLMFLT01"
 FORMAT_VERSION = 11
+"""Version of the format of flight recordings."""
 READ_VERSIONS = range(1, FORMAT_VERSION + 1)
 """Versions of the format that this program reads. The scheduler's state can be restored only from files of the present
 version. So a replay of an older recording must start with the first segment of a server run, which needs no state.

@@ -20,6 +20,7 @@ PLAIN_TOKEN = 0
 ENDING_TOKEN = 1
 """Token id that a replay uses for recorded tokens that ended their request."""
 FIRST_PSEUDONYM = 2
+"""Smallest pseudonym of a token."""
 
 _PACK = struct.Struct("<i").pack
 PSEUDONYM_MASK = 0x7FFFFFFF

@@ -10,7 +10,9 @@ from collections.abc import Collection
 from pathlib import Path
 
 _LENGTH_BYTES = 8
+"""Size of the number at the start of a safetensors file."""
 _MAX_HEADER_BYTES = 100 * 1024 * 1024
+"""Maximum size of the header of a safetensors file."""
 
 
 def tensor_shapes(folder: Path, names: Collection[str]) -> dict[str, tuple[int, ...]]:

@@ -17,6 +17,7 @@ from llm_serving.errors import CheckpointError
 from llm_serving.formats.small_files import no_duplicate_keys
 
 MAX_HEADER_BYTES = 100 * 1024 * 1024
+"""Maximum size of the header of a safetensors file."""
 LENGTH_BYTES = 8
 """Number of bytes that state the length of the header."""
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}

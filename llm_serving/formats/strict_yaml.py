@@ -16,7 +16,9 @@ from llm_serving.errors import ConfigError
 from llm_serving.formats.small_files import read_small_text
 
 MAX_YAML_BYTES = 64 * 1024
+"""Maximum size of a YAML file."""
 MAX_YAML_DEPTH = 32
+"""Maximum depth of nested lists and mappings in a YAML file."""
 
 
 class _StrictLoader(yaml.SafeLoader):

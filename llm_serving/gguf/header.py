@@ -27,13 +27,20 @@ from llm_serving.errors import CheckpointError
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_ENTRIES = 65_536
+"""Maximum number of entries in the metadata of a GGUF file."""
 MAX_TENSORS = 1_000_000
+"""Maximum number of tensors of a GGUF file."""
 MAX_TEXT_BYTES = 16 * 1024 * 1024
+"""Maximum size of a text in the metadata."""
 MAX_ELEMENTS = 16 * 1024 * 1024
+"""Maximum number of elements of a list in the metadata."""
 MAX_DIMENSIONS = 4
+"""Maximum number of dimensions of a tensor."""
 MAX_ALIGNMENT = 1 << 20
+"""Maximum alignment of the tensors of a GGUF file, in bytes."""
 
 _FLOAT32, _STRING, _ARRAY = 6, 8, 9
+"""GGUF's numbers of the types float32, text and list."""
 _NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 
 

@@ -30,6 +30,7 @@ Unlike the smaller models of Gemma 3, it divides attention scores by the square 
 file does not state this.
 """
 _MAX_FACTORS = 4096
+"""Maximum number of the factors by which rotary frequencies are divided."""
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 _SIZES = {

@@ -17,6 +17,7 @@ from llm_serving.errors import CheckpointError
 from llm_serving.gguf.header import Header
 
 MAX_TOKENS = 4 * 1024 * 1024
+"""Maximum number of tokens of a vocabulary."""
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _SENTENCEPIECE_KINDS = {"llama": 2, "t5": 1}
 """Maps llama.cpp's name of a tokenizer to SentencePiece's number of the model type (``TrainerSpec.model_type``)."""

@@ -31,8 +31,11 @@ PIECE_BYTES = 16 << 20
 The receiver reports its progress after each call. So the sender's timeout applies to one call, not to the transfer.
 """
 MAX_PIECE_BLOCKS = 1024
+"""Maximum number of blocks that are read at a time."""
 MAX_PLACE_BYTES = 8192
+"""Maximum size of the description of where a process's pools are."""
 MAX_ERROR_BYTES = 1024
+"""Maximum size of the error that a reader reports."""
 _LENGTH = struct.Struct("<I")
 _PROGRESS = struct.Struct("<II")
 """A reply of the receiver: the number of blocks that it has read so far, and the length of an error text in bytes. The

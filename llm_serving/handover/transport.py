@@ -39,6 +39,7 @@ MAGIC = b"LLMHAND3"
 TIMEOUT_S = 10.0
 """Seconds without progress of the peer after which the connection counts as lost."""
 MAX_CONNECTIONS = 256
+"""Maximum number of connections over which other machines send blocks at the same time."""
 IDLE_S = 60.0
 """Seconds without a transfer after which the thread of ``TcpTransport`` ends and its connection is closed."""
 _END_WAIT_S = 1.0

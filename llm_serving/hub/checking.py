@@ -11,6 +11,7 @@ from llm_serving.hub.selection import RemoteFile
 from llm_serving.planning.rank_memory import format_bytes
 
 _CHUNK = 4 * 1024 * 1024
+"""Bytes that are read at a time for the hash of a file."""
 _SPARE_BYTES = 64 * 1024 * 1024
 """Bytes that must remain free on the disk after a download."""
 

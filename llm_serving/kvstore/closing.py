@@ -8,7 +8,9 @@ import time
 from llm_serving.kvstore.setup import KvTiers
 
 _TIERS_END_S = 5.0
+"""Maximum seconds to write the remaining blocks to disk when a model ends."""
 _TIERS_POLL_S = 0.01
+"""Seconds between two checks whether the blocks are written."""
 
 
 async def close_tiers(tiers: KvTiers) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 _FOLDER = "distrusted"
 _WRITER_BITS = 64
+"""Size of the random number of a writer, in bits."""
 
 
 class DistrustMarks:

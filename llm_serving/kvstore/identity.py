@@ -19,8 +19,10 @@ from llm_serving.errors import CheckpointError
 
 _WEIGHT_FILES = ("*.safetensors", "*.gguf", "*.ckpt", "*.bin")
 _PIECE_BYTES = 8 << 20
+"""Bytes that are read at a time for the digest of a file."""
 _DIGESTS = "digests.json"
 _MAX_DIGESTS_BYTES = 1 << 20
+"""Maximum size of the file with known digests."""
 
 
 def weights_state(config: Config) -> list[str]:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 _LOW_PRIORITY = 10
 """Nice value of the thread. Its low priority leaves the processor to the agents."""
 _JOIN_S = 1.0
+"""Maximum seconds to wait for the running job of a mover that ends."""
 
 
 class Mover:

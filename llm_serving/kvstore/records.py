@@ -16,10 +16,13 @@ from llm_serving.block_moves.tier_moves import BlockKey
 
 MAGIC = b"LKV1"
 NAMESPACE_BYTES = 32
+"""Size of the namespace of a block on disk."""
 HASH_BYTES = 16
+"""Size of the hash of a block."""
 MAX_TOKEN_BYTES = 4 * 1024
 """Maximum size of a block's packed tokens, in bytes. No config permits larger blocks."""
 MAX_CONTENT_BYTES = 1 << 31
+"""Maximum size of the content of a block on disk."""
 
 _HEADER = struct.Struct(f"<4s{NAMESPACE_BYTES}s{HASH_BYTES}sQIQI")
 """Fields: magic, namespace, chained hash, generation, size of the tokens, size of the content (both in bytes), checksum
@@ -27,6 +30,7 @@ of the content.
 """
 _CHECKSUM = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size + _CHECKSUM.size
+"""Size of the header of a record, with its checksum."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from llm_serving.kvstore.records import (
 )
 
 SEGMENT_BYTES = 64 << 20
+"""Size at which a segment of a KV tier is complete and the next one begins."""
 SUFFIX = ".kv"
 _LOCK = "lock"
 

@@ -45,7 +45,9 @@ Meanwhile, the machines that have read its blocks mark their own blocks, and so 
 could exchange doubtful blocks without end.
 """
 _TOUCH_S = 600.0
+"""A block that is read gets a new time stamp if the last one is older than this number of seconds."""
 _KEPT_PART = 0.9
+"""Fraction of the folder's maximum size that remains after old files are deleted."""
 _numbers = itertools.count()
 
 

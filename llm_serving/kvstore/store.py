@@ -28,7 +28,9 @@ PATIENCE = 4.0
 are computed.
 """
 MIN_PATIENCE_S = 0.2
+"""Minimum seconds that a sequence waits for blocks from a tier before it computes them."""
 _NEVER = float("inf")
+"""Marks a transfer whose request no longer waits."""
 
 
 class TierSource(Protocol):

@@ -12,7 +12,9 @@ import re
 from llm_serving.errors import AdapterError
 
 MAX_PATTERN_CHARS = 1024
+"""Maximum length of a pattern."""
 MAX_REPETITIONS = 4
+"""Maximum number of repetitions in a pattern, because each of them multiplies the time to match a name."""
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
 _SPECIAL_GROUP = re.compile(r"\(\?(?!:)")
 

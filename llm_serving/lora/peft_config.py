@@ -15,8 +15,11 @@ from llm_serving.lora.patterns import NamePatterns, compile_pattern
 
 CONFIG_FILE = "adapter_config.json"
 MAX_CONFIG_BYTES = 1024 * 1024
+"""Maximum size of ``adapter_config.json``."""
 MAX_PATTERNS = 4096
+"""Maximum number of names in a list or mapping of ``adapter_config.json``."""
 _MAX_RANK = 1 << 16
+"""Largest rank that can be read."""
 ALL_LINEAR = "all-linear"
 
 _REFUSED = {

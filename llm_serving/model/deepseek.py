@@ -11,10 +11,15 @@ from dataclasses import dataclass
 from llm_serving.formats.typed_fields import TypedFields
 
 MAX_RANK = 16_384
+"""Largest rank of latent attention that can be read."""
 MAX_HEAD_PART = 4_096
+"""Largest size of each part of a head."""
 MAX_SHARED_EXPERTS = 1_024
+"""Maximum number of shared experts."""
 MAX_EXTRA_LAYERS = 64
+"""Maximum number of layers for multi-token prediction."""
 _MAX_FACTOR = 1e6
+"""Largest factor of the rotary angles, and of the weights of experts."""
 
 
 @dataclass(frozen=True, slots=True)

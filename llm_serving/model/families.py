@@ -20,8 +20,11 @@ from llm_serving.model.deepseek import (
 from llm_serving.model.gpt_oss import ACTIVATION
 
 MAX_EXPERTS = 4096
+"""Maximum number of experts of a layer."""
 MAX_WINDOW = 16 * 1024 * 1024
+"""Maximum size of a sliding window, in tokens."""
 _MAX_INTERMEDIATE_SIZE = 8 * 65_536
+"""Maximum inner size of a gated MLP."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 

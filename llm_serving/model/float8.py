@@ -15,6 +15,7 @@ from llm_serving.formats.typed_fields import TypedFields
 FLOAT8 = "fp8"
 """Value of ``quant_method`` in ``quantization_config`` of these folders."""
 MAX_BLOCK = 65_536
+"""Maximum edge of a block of weights with one scale."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,11 @@ TEXT_BESIDE_ENCODER = "model.language_model."
 """Prefix of the text model's tensors in a checkpoint of Qwen3.5 that also has an encoder of images. In a checkpoint
 without an encoder, the prefix is ``model.``."""
 MAX_DELTA_HEADS = 1024
+"""Maximum number of heads of a layer with linear attention."""
 MAX_DELTA_DIM = 512
+"""Maximum size of a head of linear attention."""
 MAX_TAPS = 16
+"""Maximum number of tokens that the convolution of linear attention reads."""
 _LANES = 16
 """The kernels compute this number of elements of a head together."""
 _FULL, _LINEAR = "full_attention", "linear_attention"

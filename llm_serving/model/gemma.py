@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from llm_serving.formats.typed_fields import TypedFields
 
 _MAX_SCALAR = 1 << 20
+"""Largest number whose square root divides the queries."""
 _MAX_PATTERN = 1024
+"""Maximum distance between two layers with global attention."""
 _GLOBAL_BASE, _LOCAL_BASE = 1_000_000.0, 10_000.0
+"""Default bases of the rotary angles in layers with global attention and in layers with a window."""
 _HEAD_DIM = 256
+"""Default size of a head."""
 
 
 @dataclass(frozen=True, slots=True)

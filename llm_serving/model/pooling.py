@@ -16,9 +16,13 @@ from llm_serving.formats.small_files import read_json_object, read_small_text
 from llm_serving.model.families import CLASSIFIER
 
 MAX_FILE_BYTES = 1024 * 1024
+"""Maximum size of a JSON file about the pooling of a model."""
 MAX_TOKENIZER_BYTES = 256 * 1024 * 1024
+"""Maximum size of ``tokenizer.json``."""
 MAX_WIDTH = 65536
+"""Maximum number of values of an embedding, and of classes."""
 MAX_LABEL_CHARS = 256
+"""Maximum length of the name of a class."""
 ANY_DIMENSION = 0
 """Member of ``Pooling.dimensions`` that permits every number of dimensions up to the width."""
 

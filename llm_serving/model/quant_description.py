@@ -17,7 +17,9 @@ from llm_serving.formats.small_files import read_json_object
 from llm_serving.formats.typed_fields import TypedFields, short_repr
 
 MAX_DESCRIPTION_BYTES = 64 * 1024 * 1024
+"""Maximum size of the description file."""
 MAX_GROUP = 65_536
+"""Maximum number of weights with one scale."""
 FLOAT = "FLOAT"
 """Scheme of tensors that are not quantized."""
 _WEIGHT = ".weight"
@@ -49,6 +51,7 @@ _SCHEMES = {
 _MODEL_SLIM, _GOLDEN_STICK = "quant_model_description.json", "quantization_description.json"
 """The description's name in folders of msModelSlim, and in folders of golden-stick."""
 _MOST_NAMED = 3
+"""Maximum number of tensors that an error message names."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from llm_serving.model.number_formats import STORED_FORMATS, WeightFormat, store
 from llm_serving.model.quant_description import MAX_GROUP, Description, read_description
 
 MAX_CONFIG_BYTES = 1024 * 1024
+"""Maximum size of ``config.json``."""
 MAX_WEIGHT_ONLY_SIZE = 65_535
 """Maximum number of inputs, and of outputs, of MindSpore's primitive WeightQuantBatchMatmul."""
 GGUF_GROUP = 32

@@ -29,11 +29,17 @@ from llm_serving.model.rope import MAX_POSITIONS, RopeScaling, read_rope_scaling
 from llm_serving.model.vision import QWEN_TEXT, VisionShape, read_vision, text_fields
 
 MAX_CONFIG_JSON_BYTES = 1024 * 1024
+"""Maximum size of ``config.json``."""
 MAX_HIDDEN_SIZE = 65_536
+"""Maximum hidden size of a model."""
 MAX_LAYERS = 1_024
+"""Maximum number of layers of a model."""
 MAX_HEADS = 1_024
+"""Maximum number of attention heads of a layer."""
 MAX_HEAD_DIM = 512
+"""Maximum size of an attention head."""
 MAX_VOCAB_SIZE = 4 * 1024 * 1024
+"""Maximum number of tokens of a vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)

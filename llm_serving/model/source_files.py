@@ -8,6 +8,7 @@ from pathlib import Path
 
 _PATTERNS = ("*.safetensors", "*.gguf", "*.json")
 _SAMPLE_BYTES = 1 << 20
+"""Bytes at the start and at the end of a file that its digest covers."""
 
 
 def describe_files(place: Path) -> list[object]:

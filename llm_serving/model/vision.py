@@ -16,14 +16,19 @@ from llm_serving.formats.small_files import read_json_object
 from llm_serving.formats.typed_fields import TypedFields
 
 _MAX_SIZE = 65_536
+"""Maximum hidden or inner size of a vision encoder."""
 _MAX_LAYERS = 256
+"""Maximum number of layers of a vision encoder."""
 _MAX_HEADS = 256
+"""Maximum number of attention heads of a vision encoder."""
 MAX_IMAGE_SIZE = 2048
 """Maximum width and height of a tile, in pixels."""
 MAX_EDGE = 4096
 """Maximum of the longer edge of a resized image, in pixels. transformers has the same limit."""
 _MAX_PIXELS = 1 << 28
+"""Maximum number of pixels that a model may accept for an image."""
 _MAX_JSON_BYTES = 1024 * 1024
+"""Maximum size of the file that describes the preparation of images."""
 _FILTERS = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
 """The numbers with which ``preprocessor_config.json`` names the filters of Pillow."""
 _ACTIVATION = "gelu_pytorch_tanh"

@@ -62,18 +62,25 @@ PIECE_ROWS = 256
 THREAD_ROWS = 128
 """Rows for each thread in a fused operator: ``kThreadRows`` of ``agent/kernels/custom_ops_fused.cc``."""
 PANEL_COLUMNS = 64
+"""Columns of a panel of packed weights (``kPanelColumns`` of agent/kernels/ops/linear.h)."""
 TASK_ROWS = 192
 """Query rows in a task of paged attention (``kTaskRows`` of ``agent/kernels/ops``). A thread has about 8 tasks."""
 PARTITION_TOKENS = 256
+"""Tokens that paged attention reads at a time (``kPartition`` of agent/kernels/ops/paged_units.h)."""
 MOST_LAID_OUT_BYTES = 64 << 20
+"""Maximum bytes of keys in another layout (``kMostLaidOutBytes`` of agent/kernels/ops/paged_layout.h)."""
 SAMPLER_BYTES = 60
+"""Bytes that the sampler needs for each token of the vocabulary and each thread."""
 DELTA_PIECE = 16
 """Tokens that a task of linear attention computes at a time: ``kDeltaPiece`` of ``agent/kernels/ops``."""
 PAGE_BYTES = 4096
+"""Size of a page of memory. Each scratch buffer of a thread can waste one page."""
 SLOTS = 16
 """Number of separately allocated parts of a thread's scratch memory. Each part is rounded up to whole pages."""
 RECORDED_LAYER_BYTES = 16 << 10
+"""Bytes of the recorded launches of a layer with native operators."""
 RECORDED_FUSED_LAYER_BYTES = 4 << 10
+"""Bytes of the recorded launches of a layer with fused operators."""
 RECORDED_CACHE_BYTES = 32 << 10
 """Bytes per layer of the recorded launches that quantise and dequantise keys and values."""
 RECORDED_GRAPHS = 3

@@ -76,9 +76,11 @@ from llm_serving.planning.rank_memory import (
 GIB = 1024**3
 MIB = 1024**2
 AGENT_PROCESS_BYTES = 600 * MIB
+"""Memory of an agent process with MindSpore, without the model."""
 MINDFORMERS_BYTES = 250 * MIB
 """Memory of the package MindFormers and its imports, without MindSpore."""
 SERVER_PROCESS_BYTES = 200 * MIB
+"""Memory of the server process, without queues and caches."""
 _SERVER = MemoryItem("server process", SERVER_PROCESS_BYTES, "HTTP, scheduler, tokenizer")
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 START_TIMEOUT_S = 60.0
+"""Maximum seconds until a node that Ray placed has started."""
 
 
 class HostActor:

@@ -26,10 +26,15 @@ from llm_serving.ray_driver.actor import HostActor
 logger = logging.getLogger("ray_driver")
 
 POLL_S = 0.25
+"""Seconds between two looks at the nodes."""
 FIRST_PAUSE_S = 0.25
+"""Seconds before a lost node is placed again for the first time. The time doubles with each failure."""
 LONGEST_PAUSE_S = 30.0
+"""Maximum seconds before a lost node is placed again."""
 STABLE_AFTER_S = 60.0
+"""If a node ran for this number of seconds, the pause after its loss is the first one again."""
 STOP_TIMEOUT_S = 15.0
+"""Maximum seconds to wait for the end of the nodes."""
 STRATEGY = "STRICT_PACK"
 """Ray's strategy for placement groups. All agents of a replica must be on one machine, because they share memory."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 
 _WEIGHT_OF_LATEST = 0.5
+"""Weight of the latest start in the mean of the seconds that a model's start takes."""
 
 
 class ModelState(enum.Enum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-MAX_DECODE_STEPS_AHEAD = 3
+MAX_DECODE_STEPS_AHEAD = 3  # maximum number of decode steps that are sent ahead
 
 _AT_LEAST_ONE = ("block_size", "max_model_len", "max_prompt_len", "max_num_seqs", "max_num_batched_tokens",
                  "prefill_batch_size", "decode_batch_size", "chunk_tokens", "batch_size")  # fmt: skip

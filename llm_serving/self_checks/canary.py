@@ -17,13 +17,16 @@ from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
 
 PROMPT_TOKENS = 16
+"""Number of tokens of the canary's prompt."""
 OUTPUT_TOKENS = 8
+"""Number of tokens that the canary generates."""
 _STRIDE = 7919
 """Difference between successive token ids of the prompt.
 
 It is prime, so that the ids are spread over the vocabulary.
 """
 _LOWEST_PRIORITY = 2**31 - 1
+"""Priority of the canary: all requests come first."""
 MAX_RUN_S = 300.0
 """Maximum seconds of a run. A run that takes longer is aborted and counted as skipped, because the server is too busy.
 """

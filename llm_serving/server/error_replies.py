@@ -23,9 +23,11 @@ from llm_serving.server.errors import UnavailableError
 from llm_serving.telemetry.log import EventLog
 
 RETRY_AFTER_S = 1
+"""Seconds in ``Retry-After`` of a refused request, if no better estimate is known."""
 _NO_RETRY = {"X-Should-Retry": "false"}
 """A header that stops OpenAI's clients from sending the same request again."""
 MAX_RETRY_AFTER_S = 30
+"""Maximum seconds in ``Retry-After`` of a refused request."""
 INTERNAL_ERROR = "internal_error"
 
 FAILURE_TEXTS = {

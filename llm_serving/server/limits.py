@@ -6,7 +6,9 @@ llm_serving/sampling_params.py has the limits of sampling parameters and of stop
 from __future__ import annotations
 
 MAX_JSON_DEPTH = 32
+"""Maximum depth of nested lists and objects in a body."""
 MAX_PROMPTS = 256
+"""Maximum number of prompts in one request."""
 MAX_CHOICES = 64
 """Maximum of ``n``, the number of choices for each prompt."""
 MAX_SEQUENCES = 256
@@ -26,12 +28,15 @@ While Python's JSON parser or encoder works on a text, it keeps the interpreter 
 this number of values, it takes 7 ms.
 """
 MAX_TOOL_NAME_CHARS = 64
+"""Maximum length of the name of a tool."""
 MAX_MESSAGES = 4096
+"""Maximum number of messages of a chat."""
 MAX_PREFIX_IDS = 131072
 """Maximum number of token ids in ``prefix_text`` of ``/chat``."""
 MAX_NAME_CHARS = 256
 """Maximum length of ids and names in a request."""
 MAX_LOGPROBS = 20
+"""Maximum number of log-probabilities for each token of a response."""
 DEFAULT_REQUEST_CONTEXTS = 64
 """By default, ``serving_config.max_request_tokens`` is this multiple of the maximum length of a sequence."""
 MAX_LOGPROB_ENTRIES = 1 << 20
@@ -41,7 +46,9 @@ MAX_BEAM_RESENDS = 64
 large, because the search sends the prompt and the beam again for each new token.
 """
 MAX_LENGTH_PENALTY = 8.0
+"""Largest length penalty of a beam search."""
 MAX_PRIORITY = 2**31 - 1
+"""Largest priority of a request. The smallest is the same number with a minus sign."""
 MAX_MILLISECONDS = 24 * 3600 * 1000
 """Maximum of a request's objectives and deadline in milliseconds: one day."""
 
@@ -53,6 +60,7 @@ begins when the connection opens. For later requests, it begins with their first
 MESSAGE_TIMEOUT_S = BODY_TIMEOUT_S + 5.0
 """Maximum time in seconds from a request's headers to its end. It also applies if no handler reads the body."""
 MAX_HEADER_BYTES = 64 * 1024
+"""Maximum size of the headers of a request."""
 MAX_FRAMING_RATIO = 8
 """Maximum bytes of chunk framing for each byte of a chunked body. Even chunks with one byte of content need only five
 bytes of framing."""

@@ -31,6 +31,7 @@ PIECE_BYTES = 4 << 20
 WAIT_S = 2.0
 """Maximum seconds to wait for the blocks of a request that has just ended. They reach host memory with a later step."""
 _POLL_S = 0.02
+"""Seconds between two looks for the blocks of a session in host memory."""
 
 
 class SessionChangedError(LLMServingError):

@@ -39,6 +39,7 @@ MAX_TOKENS = 1 << 20
 So the error can state a more useful reason than the length, for example that the file belongs to another model.
 """
 _SHOWN_CHARS = 80
+"""Maximum length of a wrong value in an error message."""
 _FACTS_OF_THE_MODEL = ("shape", "model_type")
 
 

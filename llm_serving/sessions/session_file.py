@@ -27,6 +27,7 @@ from llm_serving.kvstore.records import HEADER_BYTES, NAMESPACE_BYTES, decode_co
 
 MAGIC = b"LLMSESS1"
 MAX_MANIFEST_BYTES = 64 * 1024
+"""Maximum size of the manifest of a session file."""
 _U32 = struct.Struct("<I")
 _PAIR = struct.Struct("<II")
 

@@ -15,6 +15,7 @@ from llm_serving.sampling_params import SamplingParams
 from llm_serving.shadow.comparison import ScoredAnswer
 
 LOWEST_PRIORITY = 2**31 - 1
+"""Priority of the requests that score an answer: all other requests come first."""
 
 
 @dataclass(frozen=True, slots=True)

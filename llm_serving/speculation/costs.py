@@ -35,6 +35,7 @@ _FIRST_CHANCE |= {SEEN: 0.5, REPEATED: 0.8}
 Short matches often occur by coincidence, so steps verify their drafts only after many of them were right.
 """
 _PRIOR_WEIGHT, _CLASS_DECAY, _OWN_DECAY = 4.0, 0.98, 0.85
+"""Weight of the first guess, and how slowly old drafts are forgotten: those of all sequences, then of one sequence."""
 
 
 class StepCosts:

@@ -35,13 +35,18 @@ from llm_serving.telemetry.log_file import LogFile, LossReports, Rotation, dropp
 
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 MAX_LINE_BYTES = 64 * 1024
+"""Maximum size of a line of the event log."""
 SMALLEST_LINE_CAP = 8 * 1024
+"""Smallest limit for the size of a line that a caller may choose."""
 RESERVED = ("time", "level", "event")
 MAX_DEPTH = 6
+"""Maximum depth of nested values in an event."""
 SHORT_TEXT = 256
+"""Maximum length of a text in an event whose line is too long."""
 MIRROR_BYTES = 4000
 """Maximum bytes of a message on standard error. Below PIPE_BUF (4096), so a write to a pipe with space never waits."""
 MIRROR_HEAD_BYTES, MIRROR_TAIL_BYTES = 1000, 2800
+"""Bytes of the start and of the end of a long message that standard error shows."""
 
 # JSON permits U+0085, U+2028 and U+2029 without an escape, but str.splitlines() ends a line at each of them. JavaScript
 # ends a line at U+2028 and U+2029.

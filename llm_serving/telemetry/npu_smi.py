@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 _MIB = 1024 * 1024
 TIMEOUT_S = 30.0
+"""Maximum seconds to wait for ``npu-smi``."""
 
 _FIRST_LINE = re.compile(r"\|\s*(\d+)\s+(\S+)\s*\|\s*([A-Za-z]+)\s*\|\s*(\S+)?\s*(\S+)?")
 _SECOND_LINE = re.compile(r"\|\s*(\d+)\s+(?:\d+\s*)?\|\s*([0-9A-Fa-f]{4}:[0-9A-Fa-f:.]+)\s*\|(.*)\|")

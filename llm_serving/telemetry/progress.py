@@ -17,10 +17,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 _BAR_CHARS = 28
+"""Width of the progress bar."""
 _REDRAW_S = 0.05
+"""Minimum seconds between two drawings of the progress bar."""
 SILENCE_S = 4.0
 """Seconds after which the present stage is shown again."""
 _BEAT_S = 0.5
+"""Seconds between two updates of the elapsed time."""
 
 
 @dataclass(slots=True)

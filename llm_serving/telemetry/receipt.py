@@ -12,6 +12,7 @@ from collections.abc import Sequence
 MAX_BLOCKERS = 8
 """Maximum number of blocking requests that a receipt names."""
 _TRACKED_BLOCKERS = 4 * MAX_BLOCKERS
+"""Maximum number of blocking requests that are counted for a request."""
 
 
 class Phase(enum.IntEnum):

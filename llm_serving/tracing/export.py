@@ -20,6 +20,7 @@ from llm_serving.tracing.trace import HttpTrace, SpanRecord, new_id, parse_trace
 MAX_WAITING = 4096
 """Maximum number of batches of spans that wait for the exporter."""
 MAX_BATCH_SPANS = 512
+"""Maximum number of spans in one message to the collector."""
 EXPORT_TIMEOUT_S = 5.0
 """Maximum seconds to export one batch, including further attempts."""
 PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from llm_serving.scheduler.snapshot import Stateful
 
-MIN_RETRY_AFTER_S = 1.0
+MIN_RETRY_AFTER_S = 1.0  # minimum seconds in `Retry-After` of a refused request
 MAX_RETRY_AFTER_S = 30.0
 """Maximum seconds after which a client should try again. A longer pause could leave capacity unused, because the queue
 may drain faster than before.

@@ -34,7 +34,7 @@ from llm_serving.request import Request
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.snapshot import Sequences, Stateful, load, save
 
-INPUT_WEIGHT = 1
+INPUT_WEIGHT = 1  # weight of a prompt token in the service of a tenant
 OUTPUT_WEIGHT = 2
 """An output token costs about twice as much as a prompt token, as in the VTC paper."""
 
@@ -52,7 +52,7 @@ DEFAULT_AGEING_S = 30.0
 """Ageing: the seconds of waiting that are worth one level of priority."""
 
 _Item = TypeVar("_Item", bound=Hashable)
-_SLACK = 8
+_SLACK = 8  # entries that the heap may have in excess before it is rebuilt
 
 MAX_IDLE_CLASSES = 64
 """Maximum number of priorities without waiting requests whose counters are kept. If there are more, the counters of the

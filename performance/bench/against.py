@@ -22,6 +22,7 @@ __all__ = ["add_against_options", "compare_trees"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHOWN_CHARS = 2000
+"""Maximum length of a failed benchmark's output in the error."""
 
 
 def add_against_options(parser: argparse.ArgumentParser) -> None:

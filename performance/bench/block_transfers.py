@@ -28,8 +28,10 @@ from performance.program import LoadTestError
 from performance.terminal import format_table
 
 STORED_HEADER_BYTES = 64
+"""Size of the header of a block in the hand-over pool."""
 GIGA = 1e9
 REQUEST_TIMEOUT_S = 600.0
+"""Maximum seconds for all transfers."""
 
 Results = dict[str, float]
 

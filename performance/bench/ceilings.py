@@ -17,7 +17,9 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAM = REPOSITORY / "performance" / "ceilings"
 ATTEMPT_SECONDS = 0.1
+"""Seconds of each measurement of a ceiling."""
 TIMEOUT_S = 60.0
+"""Maximum seconds for the measurement of all ceilings."""
 DRIFT = 1.15
 """Maximum ratio of the read bandwidths that are measured before and after a run. A larger ratio causes a warning."""
 

@@ -11,6 +11,7 @@ from performance.load.endpoint import Endpoint
 from performance.program import LoadTestError
 
 REQUEST_TIMEOUT_S = 600.0
+"""Maximum seconds of a request."""
 
 
 class CompletionError(LoadTestError):

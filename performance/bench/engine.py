@@ -32,7 +32,9 @@ from llm_serving.telemetry.metrics import Metrics
 from llm_serving.telemetry.status import EngineState
 
 _REST_INTERVAL_S = 0.25
+"""Seconds between two readings of the child processes' processor time."""
 _REST_LIMIT_S = 60.0
+"""Maximum seconds to wait until the child processes use almost no processor time."""
 
 
 class BenchmarkError(LLMServingError):

@@ -42,6 +42,7 @@ from performance.terminal import format_table
 
 PARTS = ("schedule", "write", "read", "update", "text", "recorder", "other")
 RECORDING_BYTES = 64 << 20
+"""Maximum size of the flight recording, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)

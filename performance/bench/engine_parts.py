@@ -20,8 +20,11 @@ from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import ScheduledStep, StepKind
 
 PROMPT_TOKENS = 64
+"""Number of tokens of each prompt."""
 BLOCK_SIZE = 16
+"""Tokens of a KV block."""
 WARM_UP_STEPS = 20
+"""Number of first steps that are not measured."""
 FIRST_TOKEN_ID = 300
 """Smallest token id in prompts and outputs. From this id on, the embedded model's vocabulary has only plain text."""
 

@@ -17,6 +17,7 @@ from performance.bench.roofline import Numbers, decode_seconds, prefill_seconds
 from performance.program import parse_count, parse_counts
 
 FIRST_PLAIN_TOKEN = 10
+"""Prompts have tokens from this id on. The smaller ids are special tokens."""
 
 
 @dataclass(frozen=True, slots=True)

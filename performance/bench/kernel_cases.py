@@ -32,11 +32,16 @@ LINEAR_ROWS = (1, 8, 64, 512)
 ROTATION_BYTES = 160 << 20
 """Minimum size of all copies of a case's data: five times the largest known last-level cache."""
 GROUP = 64
+"""Number of weights with one scale in the formats with groups."""
 BLOCK_SIZE = 16
+"""Tokens of a KV block."""
 DECODE_SEQS, DECODE_CONTEXT = 64, 512
+"""Sequences of the measured decode steps, and the tokens of their contexts."""
 PREFILL_TOKENS = 2048
+"""Tokens of the measured prompts."""
 DTYPE = "bfloat16"
 CACHE_LINE = 64
+"""Arrays begin at multiples of this number of bytes."""
 
 
 @dataclass(frozen=True)

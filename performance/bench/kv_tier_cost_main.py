@@ -34,7 +34,9 @@ from performance.program import LoadTestError, exits_with_errors, new_parser, pa
 from performance.terminal import format_table
 
 LIMIT = 1.01
+"""Default of the largest ratio of the two times."""
 FIRST_TOKEN = 10
+"""Smallest token id in prompts."""
 WITH, WITHOUT = "with tiers", "without tiers"
 
 

@@ -30,8 +30,11 @@ from performance.terminal import format_table
 
 GOALS = {"memory": 8.0, "ssd": 4.0}
 BLOCK_TOKENS = 16
+"""Tokens of a KV block."""
 FIRST_TOKEN = 10
+"""Smallest token id in prompts."""
 WRITE_TIMEOUT_S = 60.0
+"""Maximum seconds until all blocks are written."""
 
 Answers = dict[int, Any]
 """For each session's number: ``choices[0]`` of the server's first response."""

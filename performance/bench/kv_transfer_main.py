@@ -62,6 +62,7 @@ from performance.terminal import format_table
 GOALS = {"copy": 0.4, "tcp": 0.7, "tls": 0.7, "pool": 0.7, "tokens": 1.3}
 PARTS = (*GOALS, "mooncake")
 FIRST_TOKEN = 10
+"""Smallest token id in prompts."""
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints rates and ratios. Returns 1 if a goal is missed, and 2 if a block or a response is wrong."""

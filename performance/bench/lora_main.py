@@ -30,6 +30,7 @@ from performance.program import exits_with_errors, new_parser, write_json
 from performance.terminal import format_table
 
 CONTEXT = 64
+"""Tokens of the context of each sequence."""
 
 
 @exits_with_errors

@@ -41,14 +41,18 @@ from performance.program import EXIT_FAILURES, LoadTestError, exits_with_errors,
 MOST = 1.2
 """Maximum ratio of the peak memory to the plan."""
 INTERVAL_S = 0.5
+"""Seconds between two readings of the memory."""
 SETTLED_S = 10.0
 """The program stops sampling when the memory has not grown for this time. Until then, the agents allocate the pages of
 the KV cache.
 """
 SETTLED_BYTES = 1 << 20
+"""The memory has settled if it grows by at most this number of bytes."""
 MIB = 1 << 20
 SHORT_PROMPT, OUTPUT = 16, 16
+"""Tokens of a short prompt, and tokens of each output."""
 REQUEST_TIMEOUT_S = 3600.0
+"""Maximum seconds of a request."""
 STARTS = ("first start", "second start")
 SERVER, REST = "server", "agents: the rest"
 

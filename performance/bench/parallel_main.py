@@ -35,9 +35,13 @@ ROOT = Path(__file__).resolve().parents[2]
 GROUPS = ((1, 1), (2, 1), (1, 2))
 BATCHES = (1, 8, 32)
 CONTEXT = 128
+"""Default number of tokens of the contexts."""
 STEPS = 40
+"""Number of decode steps of a measurement."""
 PROMPT_TOKENS, TEXT_TOKENS = 32, 64
+"""Tokens of the prompt and of the text for the comparison of the results."""
 FIRST_PLAIN_TOKEN = 10
+"""Prompts have tokens from this id on. The smaller ids are special tokens."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -28,6 +28,7 @@ from llm_serving.model.shape import ModelShape
 from performance.bench.ceilings import Ceilings
 
 SCALE_BYTES = 4
+"""Bytes of a scale."""
 
 Sequences = Sequence[tuple[int, int]]
 """For each sequence of a step: the number of query tokens, and the length of the context including them."""

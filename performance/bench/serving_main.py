@@ -29,6 +29,7 @@ from performance.program import EXIT_FAILURES, EXIT_INTERRUPTED, UsageError, exi
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 VOCAB_SIZE = 32_000
+"""Number of different tokens in prompts."""
 
 
 @exits_with_errors

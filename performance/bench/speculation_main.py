@@ -35,6 +35,7 @@ from performance.load.server_process import configured_server
 from performance.program import exits_with_errors, write_json
 
 START_TIMEOUT_S = 600.0
+"""Maximum seconds until a server has started."""
 STORY = (
     "The old lighthouse keeper climbed the stairs every evening at six. He carried a lamp, a book and a small bag of "
     "bread. From the top he could see the harbour, the fishing boats and the long grey line of the northern hills. "

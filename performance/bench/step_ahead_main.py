@@ -48,7 +48,9 @@ from performance.program import exits_with_errors, new_parser, write_json
 from performance.terminal import format_table
 
 WARM_STEPS = 20
+"""Number of first steps that are not measured."""
 CONTEXT, SEQUENCES, IN_FLIGHT = 64, 4, 2
+"""Tokens of each context, number of sequences, and number of steps in flight."""
 RUNS_AHEAD = (True, False)
 HEAD = ("steps ahead", "device ms", "period ms", "period / device", "ms a step", "second launches")
 PROGRAM = Path(__file__).resolve().parents[1] / "bench_step_ahead.py"

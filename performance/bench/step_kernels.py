@@ -19,6 +19,7 @@ from performance.kernels.calls import rms_norm
 from performance.kernels.linear_calls import packed
 
 SECONDS_EACH = 0.05
+"""Seconds for which each kernel is measured."""
 
 
 class StepKernels:

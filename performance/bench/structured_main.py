@@ -36,8 +36,11 @@ from performance.load.server_process import configured_server
 from performance.program import exits_with_errors, write_json
 
 VOCAB_SIZE = 131_072
+"""Number of tokens of the vocabulary."""
 NUM_MASKS = 4000
+"""Number of token masks that are measured."""
 START_TIMEOUT_S = 600.0
+"""Maximum seconds until the server has started."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 

@@ -29,7 +29,9 @@ from performance.load.workload import LoadRequest
 from performance.program import ServerUnreachableError
 
 WANTED_OPEN_FILES = 65536
+"""Number of open files that the client asks the system for."""
 MODELS_TIMEOUT_S = 10.0
+"""Maximum seconds to wait for the list of models."""
 
 
 class Model(msgspec.Struct):

@@ -31,9 +31,11 @@ TICK_S = 0.001
 PREPARED = 256
 """Number of different requests that are prepared for each key. The client sends them repeatedly, in the same order."""
 VOCABULARY = 1000
+"""Number of different tokens in prompts."""
 DRAIN_S = 30.0
 """Maximum number of seconds from the last request to the end of the last response."""
 OPEN_FILES = 16384
+"""Number of open files that the client asks the system for."""
 
 _END = b"\r\n0\r\n\r\n"
 

@@ -20,6 +20,7 @@ from performance.load.timed_socket import TimedSocket
 MAX_IDLE_S = 2.0
 """A connection that was idle for more than this many seconds is not reused: the server may be about to close it."""
 CONNECT_TIMEOUT_S = 10.0
+"""Maximum seconds to connect to the server."""
 
 
 class Exchange(Protocol):

@@ -67,15 +67,19 @@ from performance.terminal import format_number, format_table
 
 PERCENTS = (("p50", 50), ("p99", 99), ("p99.9", 99.9), ("max", 100))
 MEMORY_INTERVAL_S = 1.0
+"""Seconds between two readings of the server's memory."""
 SETTLE_S = 2.0
 """Seconds at the start of a load that are left out of its goodput."""
 KEY_FILE_TIMEOUT_S = 20.0
+"""Maximum seconds until the server has read the new key file."""
 LIGHT_KEYS = 2
+"""Number of API keys with few requests."""
 HEAVY_KEYS = ("requests", "tokens", "in-flight", "open")
 """Heavy keys, named by the quota that they exceed. ``open`` has no quota."""
 QUOTA_SHARE = 0.1
 """Quota per minute of a heavy key, as a fraction of the peak goodput."""
 QUOTA_IN_FLIGHT = 8
+"""Quota of requests in flight of one of the keys with many requests."""
 READER = "reader"
 """A key that sends no load. The changed key file denies this key all models. So the list of models that the key gets
 shows when the server has read the file.
@@ -86,11 +90,15 @@ PEAK_STEPS = (0.85, 1.0, 1.15, 1.3)
 The estimate is the goodput at the first rate that the server cannot keep up with (see ``KEPT_SHARE``).
 """
 MAX_FURTHER_STEPS = 4
+"""Maximum number of further rates that are tried."""
 KEPT_SHARE = 0.9
 """The search for the peak stops doubling the rate when the goodput is below this fraction of the rate."""
 MIN_GOODPUT_SHARE = 0.95
+"""Goals of an overload: the minimum share of the goodput without overload."""
 MAX_REFUSAL_MS = 20.0
+"""Maximum milliseconds until a request is refused."""
 MAX_LIGHT_TTFT_RATIO = 1.5
+"""Maximum ratio of the light keys' time to first token with and without overload."""
 LIGHT_SEED = 500_000
 """Added to the seed for the loads ``alone`` and ``overload``. The light keys must send the same requests in both."""
 

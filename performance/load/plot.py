@@ -17,6 +17,7 @@ from performance.load.statistics import LoadFigures, RequestFigures
 
 Array = npt.NDArray[np.float64]
 MAX_BINS = 150
+"""Maximum number of points of a curve."""
 BLUE, ORANGE, GREEN, RED = "#2b6cb0", "#dd6b20", "#2f855a", "#c53030"
 
 

@@ -11,6 +11,7 @@ from performance.load.batch import Display, LiveCounts
 from performance.terminal import progress_bar
 
 LINE_INTERVAL_S = 10.0
+"""Seconds between two lines of progress, if the output is no terminal."""
 
 
 @contextmanager

@@ -32,7 +32,9 @@ RECORDER, STEPS, CPU = (
     "process_cpu_seconds_total",
 )
 VOCAB = 1000
+"""Number of different tokens in prompts."""
 WARM_UP = 4
+"""Number of first requests that are not measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ from performance.program import (
 from performance.terminal import format_number, format_table
 
 MAX_RATIO = 1.01
+"""Maximum ratio of the processor time with and without the checks."""
 WARM_UP = 8
 """Number of requests before the measurement."""
 MET, MISSED, NOT_DECIDED = "met", "missed", "not decided"

@@ -11,6 +11,7 @@ from performance.load.statistics import LATENCIES, LoadFigures, RequestFigures
 from performance.terminal import format_number, format_summaries, format_table
 
 SHOWN_FAILURES = 3
+"""Maximum number of failures of each kind that the report shows."""
 
 COLUMNS: dict[str, Callable[[LoadFigures], float | None]] = {
     "requests/s": lambda figures: figures.qps,

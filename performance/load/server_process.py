@@ -20,8 +20,11 @@ from performance.program import LoadTestError
 START_SERVER = Path(__file__).resolve().parent.parent.parent / "start_server.py"
 READY = "ready "
 STOP_TIMEOUT_S = 20.0
+"""Maximum seconds until a server has ended."""
 POLL_S = 0.5
+"""Seconds between two checks whether a server has started."""
 SHOWN_LINES = 20
+"""Number of last lines of a failed server's output that the error shows."""
 
 
 class ServerStartError(LoadTestError):

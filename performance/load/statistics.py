@@ -21,6 +21,7 @@ from performance.load.options import LoadOptions
 from performance.load.stream import RequestRecord
 
 BUSY_CPU_PERCENT = 70.0
+"""If the client uses more than this percentage of a core, its figures are doubtful."""
 LATE_MS = 50.0
 """If the 99th percentile of the lateness exceeds this limit, the report warns that the client was too slow."""
 LATENCIES = {

@@ -12,7 +12,9 @@ from performance.load.apis import Api, error_text
 from performance.load.http_client import Connection
 
 MAX_EVENT_BYTES = 4 * 1024 * 1024
+"""Maximum size of an event of a stream."""
 MAX_ERROR_BYTES = 4096
+"""Maximum bytes of an error's body that are kept."""
 BAD_ENDINGS = ("abort", "error")
 
 

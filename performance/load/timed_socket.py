@@ -18,9 +18,12 @@ from typing import Protocol
 _SO_TIMESTAMPNS = 35  # the value on 64-bit Linux; Python's socket module has no name for it
 _TIMESPEC = struct.Struct("@qq")
 _READ_BYTES = 256 * 1024
+"""Bytes that are read at a time."""
 _HAS_TIMESTAMPS = sys.platform == "linux"
 _SAME_MOMENT_S = 1e-4
+"""Two clocks are read at the same moment if the readings take less than this number of seconds."""
 _MAX_READINGS = 5
+"""Maximum number of attempts to read two clocks at the same moment."""
 
 
 class SocketUser(Protocol):

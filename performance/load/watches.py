@@ -17,6 +17,7 @@ __all__ = ["children_mib", "fetch_metrics", "fraction_of_others", "processor_sec
 
 MIB = 1 << 20
 TIMEOUT_S = 5.0
+"""Maximum seconds to wait for the server's metrics."""
 
 Value = TypeVar("Value")
 

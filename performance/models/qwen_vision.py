@@ -16,6 +16,7 @@ from typing import Any
 from performance.models.vision import write_json, write_tokenizer, write_weights
 
 VOCAB, HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 320, 96, 192, 3, 4, 2, 24
+"""Sizes of the language model."""
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,

@@ -22,6 +22,7 @@ from agent.weights.storage import Array, allocate
 from performance.models.folders import write_safetensors
 
 SEED = 77
+"""Seed of the weights."""
 TEXT = {
     "model_type": "llama",
     "architectures": ["VLlama3ForCausalLM"],
@@ -53,8 +54,11 @@ VISION = {
     "layer_norm_eps": 1e-6,
 }
 SCALE_FACTOR = 2
+"""Edge of the squares of the encoder's rows that become one row."""
 LONGEST_EDGE = 144
+"""Longest edge of an image, in pixels."""
 MAX_PARTS = LONGEST_EDGE // 48
+"""Maximum number of tiles along an edge of an image."""
 _NAMED = (
     "<|im_start|>",
     "<end_of_utterance>",

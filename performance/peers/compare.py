@@ -36,7 +36,9 @@ from performance.terminal import format_number, format_table
 FOLDER = Path(__file__).resolve().parent
 KINDS = ("openvino", "vllm", "llama_cpp")
 MAX_STEP_TOKENS = 4096
+"""Maximum number of tokens of a step."""
 OUTPUT_TAIL = 3000
+"""Number of last characters of a failed engine's output that the error shows."""
 
 Rows = dict[str, dict[str, Any]]
 """The measured table rows of an engine, by name, such as ``batch 8`` or ``prefill 1024``."""

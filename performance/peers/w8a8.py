@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 INT8_LIMIT = 127
+"""Largest quantised weight."""
 
 
 def w8a8_config() -> dict[str, Any]:

@@ -57,11 +57,15 @@ mode ``none``, a single request has the whole cache, and paged attention makes n
 PROMPT_LEN = (64, 256)
 OUTPUTS = (64, 128, 256)
 VOCAB = 1000
+"""Number of different tokens in prompts."""
 BATCH_SIZE = 16
 """Batch size of static and dynamic batching."""
 BATCH_WAIT_S = 0.05
+"""Default of the seconds for which ``dynamic`` batching collects requests."""
 WARM_UP = 4
+"""Number of first requests that are not measured."""
 WASTE_INTERVAL_S = 0.5
+"""Seconds between two readings of the wasted rows."""
 KV_WASTE, RUNNING = "llm_serving_kv_waste_ratio", "llm_serving_requests_running"
 SHOWN = ("requests/s", "tokens/s", "TTFT p50 ms", "TTFT p99 ms", "TBT p50 ms", "TBT p99 ms")
 RATIOS = (("continuous", "dynamic"), ("paged", "continuous"), ("paged", "dynamic"), ("paged", "none"))

@@ -14,7 +14,9 @@ __all__ = ["RateFound", "find_rate", "meets_objectives"]
 PRECISION = 0.02
 """The search ends when the rate is known to this relative precision."""
 LOWEST_RATE = 1 / 64
+"""Lowest rate that is tried, in requests per second."""
 HIGHEST_RATE = 65_536.0
+"""Highest rate that is tried, in requests per second."""
 
 SimulateAt = Callable[[float], SimulatedRun]
 

@@ -10,7 +10,9 @@ from performance.simulation.runs import NOWHERE
 __all__ = ["CALIBRATION", "PROBE", "VALIDATION", "Load"]
 
 VOCAB = 1000
+"""Number of different tokens in prompts."""
 WARM_UP = 4
+"""Number of first requests that are not measured."""
 
 
 @dataclass(frozen=True, slots=True)

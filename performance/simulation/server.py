@@ -38,6 +38,7 @@ __all__ = ["Outcome", "VirtualServer"]
 TOKEN = 7
 """The token id that the simulated device samples. This token never ends a request."""
 END_TOKEN = 2
+"""Token id that ends an output."""
 MAX_ITERATIONS = 1000
 """Maximum number of loop iterations at the same virtual time. After more iterations, ``run`` reports that the
 simulation does not advance.

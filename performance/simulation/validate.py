@@ -17,6 +17,7 @@ from performance.terminal import format_number, format_table
 __all__ = ["GOAL", "Compared", "compare", "comparison_text", "mean_of_runs", "read_load_test"]
 
 GOAL = 0.10
+"""Maximum relative difference between a simulation and its load test."""
 PERCENTS = (50, 95)
 
 

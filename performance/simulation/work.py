@@ -12,6 +12,7 @@ from performance.bench.roofline import layer_linears, weight_bytes
 __all__ = ["ModelWork", "StepWork", "count_work", "work_of"]
 
 FLOAT32_BYTES = 4
+"""Size of a float32."""
 
 
 @dataclass(frozen=True, slots=True)

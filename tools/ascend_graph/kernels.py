@@ -37,6 +37,7 @@ _MAX_LATENT = 576
 """Maximum size of a head with MLA. Source: CANN 8.1, Ascend Transformer Boost, PagedAttentionOperation, page 0200 of
 "ascendtbapi" (head_size within (0, 576], block_size at most 128, mlaVHeadSize at most the head's size)."""
 _MAX_HEAD, _HEAD_MULTIPLE, _MAX_BLOCK_ELEMENTS, _MAX_GROUP = 256, 16, 128 * 128, 128
+"""Limits of the attention kernels: head size, its multiple, elements of a block, query heads for each kv head."""
 _PRODUCT_TYPES = (
     (("i64", "u64"), ("none", "i32"), ("none",), ("f16",)),
     (("f32", "bf16"), ("none", "i32", "bf16", "f32"), ("none", "f32"), ("bf16",)),

@@ -20,6 +20,7 @@ LATENT_PRIMITIVES = frozenset({"BatchMatMul", "Concat", "Transpose"})
 _HALVES, _PAIRS = 2, 3
 _BY_HEADS = (1, 0, 2)
 _MASKED = -10000.0
+"""Value of a masked position in float16. In bfloat16, it is 1."""
 
 Rule = Callable[[Node], Iterator[str]]
 TypeOf = Callable[[Operand], TensorType | None]

@@ -14,8 +14,11 @@ from tools.diagnosis.log_reader import LogFile, read_logs
 from tools.diagnosis.timeline import FirstFailure, first_failure, in_order, incidents, whose
 
 WIDTH = 110
+"""Width of the text, in characters."""
 QUOTED_CHARS = 200
+"""Maximum length of a quoted line of a log."""
 SHOWN_INCIDENTS = 3
+"""Maximum number of failures that are explained."""
 
 
 class UnknownThingError(Exception):

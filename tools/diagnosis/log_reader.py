@@ -12,6 +12,7 @@ from tools.diagnosis import log_lines
 from tools.diagnosis.log_lines import DEVICE, PID, RANK, REMOTE_RANK, Sighting, number_in
 
 MAX_FILES = 2000
+"""Maximum number of files of a folder that are read."""
 MAX_SIGHTINGS = 5000
 """Maximum number of errors that are kept for each file. Further errors usually repeat the earlier ones."""
 NEARBY_LINES = 12

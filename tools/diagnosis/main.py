@@ -17,6 +17,7 @@ from tools.diagnosis.host import Host
 
 DEFAULT_CONFIG = "smollm2_135m_cpu.yaml"
 EXIT_USAGE = 2
+"""Exit code of a wrong command line."""
 _WORDS = {Level.OK: "ok", Level.WARNING: "warning", Level.PROBLEM: "problem"}
 _EPILOG = """\
 exit code: 0 this machine can serve the config; 1 it cannot, or a log has no known error; 2 wrong usage

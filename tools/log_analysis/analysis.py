@@ -17,11 +17,15 @@ from tools.log_analysis.totals import EngineTotals, Phases
 from tools.log_analysis.why_slow import WhySlow
 
 SLOWEST = 10
+"""Number of slowest requests that are listed."""
 KEPT_MESSAGES = 20
+"""Number of last errors and warnings that are kept."""
 MAX_NAMES = 200
 """Maximum number of event names, APIs and finish reasons that are counted separately."""
 MAX_REPLICAS = 256
+"""Maximum number of replicas that are counted."""
 MAX_OPEN_REQUESTS = 200_000
+"""Maximum number of requests without an end that are kept."""
 
 
 @dataclass(frozen=True, slots=True)

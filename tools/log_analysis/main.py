@@ -21,6 +21,7 @@ from tools.log_analysis.text import format_report
 from tools.log_analysis.why_slow_report import why_slow_text
 
 EXIT_USAGE = 2
+"""Exit code of a wrong command line."""
 EPILOG = """\
 exit code: 0 the log was read, whatever it contains; 2 a file cannot be read or written, or a wrong option
 

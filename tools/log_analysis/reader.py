@@ -10,9 +10,11 @@ from typing import Any, Protocol
 import msgspec
 
 MAX_LINE_BYTES = 1024 * 1024
+"""Maximum size of a line of the log."""
 MAX_TIME = 1e11
 """Unix seconds in the year 5138. A larger number in a log line is not a time, so the line is rejected."""
 KEPT_BAD_LINES = 5
+"""Number of unreadable lines that are shown."""
 
 
 class LineSource(Protocol):

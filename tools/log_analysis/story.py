@@ -8,6 +8,7 @@ from performance.terminal import format_number
 from tools.log_analysis.analysis import LogAnalysis
 
 QUEUE_IS_LIMIT = 0.20
+"""If the queue has at least this fraction of the requests' time, the text names it as the limit."""
 MIN_RARE_PERCENT = 2.0
 """A part of the time in ``_RARE_PARTS`` is mentioned only if it takes at least this percentage of the total time."""
 _RARE_PARTS = {
@@ -20,7 +21,9 @@ _RARE_PARTS = {
 QUEUE_IS_NOTHING = 0.05
 """If the time in the queue is below this fraction of the end-to-end time, the summary does not call it the limit."""
 KV_IS_FULL = 0.90
+"""From this fraction of used blocks on, the KV cache counts as full."""
 BATCH_IS_FULL = 0.95
+"""From this fraction of used batch rows on, the batch counts as full."""
 
 
 def story(analysis: LogAnalysis) -> list[str]:

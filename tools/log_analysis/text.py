@@ -14,6 +14,7 @@ from tools.log_analysis.timeline import Timeline
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 60
+"""Maximum width of a curve, in characters."""
 REQUEST_COLUMNS = ("request", "e2e (s)", "queue", "prefill", "decode", "prompt", "output", "preempted", "reason")
 REPLICA_COLUMNS = ("replica", "requests", "completed", "prompt tokens", "output tokens", "preempted", "prefix hit %")
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 MAX_BUCKETS = 512
+"""Maximum number of time buckets. If there are more, two neighbours become one."""
 
 
 @dataclass(slots=True)

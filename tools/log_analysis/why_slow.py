@@ -17,7 +17,9 @@ from llm_serving.request import PARTS
 from tools.log_analysis.records import RequestEnd
 
 SLOW_SHARE = 0.01
+"""Fraction of the requests that count as slow."""
 MIN_SLOW = 5
+"""Minimum number of requests that count as slow."""
 MAX_SLOW = 2000
 """Maximum number of slow requests that are stored: 1 % of 200 000."""
 MAX_SAMPLE = 100_000
@@ -26,6 +28,7 @@ MAX_SAMPLE = 100_000
 A log with more requests is sampled: every second request, then every fourth, and so on.
 """
 TOP_BLOCKERS = 5
+"""Maximum number of blocking requests that are listed."""
 
 _COLUMNS = ("e2e", *PARTS, "output_tokens")
 

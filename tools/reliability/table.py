@@ -11,6 +11,7 @@ from tools.reliability.registry import Check, Outcome
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 _HEAD = ("| check | promise | figure | limit | passes | run |", "|---|---|---|---|---|---|")
 _MAX_REASON_CHARS = 100
+"""Maximum length of the reason of a failure in the table."""
 
 
 def row(check: Check, outcome: Outcome, stamp: str) -> str:

@@ -23,6 +23,7 @@ Pair = tuple[str, str]
 QUESTION_WORDS = frozenset(sections("wordings")["question words"][0].split())
 
 DRILL_SHARE = 0.3
+"""Probability that another exercise comes before the next document."""
 WORDS = (*NOUNS, *CAPITALS.values())
 
 

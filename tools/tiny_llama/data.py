@@ -11,7 +11,9 @@ from .corpus import training_documents
 from .tokenizer import BOS_ID, encode_document, render
 
 HELD_OUT_SHARE = 32
+"""One document of this number is held out."""
 PACKING_BUFFER = 200
+"""Number of documents from which a training row is packed."""
 
 Batch = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]
 """Token ids, document numbers and labels, each int32 ``[batch, length]``."""

@@ -18,10 +18,13 @@ HeadWeights = tuple[Matrix, Matrix]
 """Two weight matrices of a head: (query, key) or (value, output)."""
 
 COMMON = 0.5
+"""Norm of the vector that all embeddings share."""
 WRITTEN = 0.14
+"""Scale of the output of a head of the circuit."""
 SHARPNESS = (10.0, 8.0, 6.0, 4.0, 2.0, 1.0)
 """Weight of each rotary frequency, the fastest first, in the attention scores of the previous-token head."""
 MATCH_GAIN = 2.0
+"""Scale of the queries that look for an equal token."""
 
 
 class Circuit:

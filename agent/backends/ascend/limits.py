@@ -7,6 +7,7 @@ from llm_serving.errors import AgentStartError
 from llm_serving.model.deepseek import LatentAttention
 
 HEAD_MULTIPLE = 16
+"""Head sizes must be multiples of this number."""
 MAX_HEAD_DIM = 256
 """Maximum head size of both attention kernels. Head sizes must also be multiples of ``HEAD_MULTIPLE``."""
 BLOCK_SIZES = (16, 32, 64, 128)

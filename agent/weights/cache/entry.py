@@ -32,11 +32,14 @@ from llm_serving.ipc.alignment import aligned
 
 MAGIC = b"LLSWGT02"
 ALIGNMENT = 4096
+"""Arrays begin at multiples of this number of bytes."""
 CHUNK_BYTES = 16 << 20
+"""Bytes of an array that share a checksum."""
 WRITE_BYTES = 16 << 20
 """Number of bytes of each write: a multiple of the huge page size, so that the page cache keeps the file in huge pages.
 """
 MAX_HEADER_BYTES = 64 << 20
+"""Maximum size of the header of a file of converted weights."""
 _MAP_BYTES = 16 << 20
 """Number of bytes that a thread reads into memory with one call. It is a multiple of every page size."""
 LEAST_HUGE = 0.5

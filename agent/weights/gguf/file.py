@@ -32,6 +32,7 @@ from llm_serving.gguf.header import TensorEntry, read_header
 from llm_serving.model.quantization import GGUF_FLOATS
 
 _PIECE_ELEMENTS = 1 << 20
+"""Approximate number of elements that are read at a time."""
 
 
 class GGUFFile:

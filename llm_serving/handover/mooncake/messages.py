@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 
 MAX_POOLS = 256
+"""Maximum number of hand-over pools of a node."""
 MAX_PACKET_BYTES = 64 * 1024
 """Maximum bytes of a packet. A ``Read`` has at most 8 KiB of pairs and 8 KiB of a place, see ``one_sided.py``."""
 _PAIR = struct.Struct("<II")

@@ -30,6 +30,7 @@ from llm_serving.ipc.segment import open_segment
 
 MODULE = "llm_serving.handover.mooncake"
 START_LIMIT_S = 60.0
+"""Maximum seconds until the process with Mooncake's engine has started."""
 READ_LIMIT_S = TIMEOUT_S - 1.0
 """Seconds after which a read fails and the process is killed, including the time in which the read waits for a start.
 

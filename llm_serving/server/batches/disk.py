@@ -11,6 +11,7 @@ FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ_BYTES = 1 << 20
+"""Bytes that are read at a time from a file."""
 
 
 def make_folder(path: Path) -> None:

@@ -25,10 +25,15 @@ from llm_serving.server.pooling import embeddings
 from llm_serving.server.state import Endpoint, ServerState
 
 MAX_METADATA = 16
+"""Maximum number of values in the metadata of a batch."""
 MAX_METADATA_CHARS = 512
+"""Maximum length of a value in the metadata of a batch."""
 MAX_WINDOW_HOURS = 24 * 14
+"""Maximum completion window of a batch: two weeks."""
 _MAX_PAGE = 100
+"""Maximum number of batches that one request lists."""
 _HOUR_S = 3600
+"""Seconds of an hour."""
 _WINDOW = re.compile(r"([0-9]{1,4})([hd])")
 
 BATCH_ENDPOINTS = {

@@ -24,8 +24,11 @@ from llm_serving.server.limits import MAX_NAME_CHARS
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
 
 MAX_PAGE = 10_000
+"""Maximum number of files that one request lists."""
 _MAX_FIELD_BYTES = 1024
+"""Maximum size of a form field other than the file."""
 _READ_BYTES = 256 * 1024
+"""Bytes that are read at a time while a file is sent."""
 
 
 class UploadForm(StrictModel):

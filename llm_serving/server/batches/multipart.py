@@ -13,7 +13,9 @@ from llm_serving.errors import RequestError
 from llm_serving.server.fields.validation import clip
 
 MAX_HEADER_BYTES = 8192
+"""Maximum size of the headers of a part."""
 MAX_PARTS = 8
+"""Maximum number of parts of a body."""
 _BOUNDARY = re.compile(r"boundary=(?:\"([^\"]{1,70})\"|([^\s;\"]{1,70}))", re.IGNORECASE)
 _NAME = re.compile(r';\s*name="([^"]*)"', re.IGNORECASE)
 _FILENAME = re.compile(r';\s*filename="((?:[^"\\]|\\.)*)"', re.IGNORECASE)

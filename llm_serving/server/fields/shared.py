@@ -95,6 +95,7 @@ def _logit_bias(value: object) -> object:
 
 
 _MAX_ID_DIGITS = 9
+"""Maximum number of digits of a token id in ``logit_bias``."""
 LogitBias = Annotated[
     tuple[tuple[int, float], ...],
     BeforeValidator(_logit_bias),

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from llm_serving.errors import RequestError
 
 SHORT_CHARS = 80
+"""Maximum length of a wrong value in an error message."""
 
 
 class RequestModel(BaseModel):

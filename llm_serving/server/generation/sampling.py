@@ -19,6 +19,7 @@ GREEDY_BELOW = 1e-5
 
 _NAMES = tuple(each.name for each in SAMPLER_PARAMETERS if each.name != "seed")
 _MASK = 2**64 - 1
+"""Keeps the lowest 64 bits of a seed."""
 _GOLDEN = 0x9E3779B97F4A7C15
 
 

@@ -88,6 +88,7 @@ def check_beams(settings: ServerSettings, lengths: Sequence[tuple[int, int]], wi
 
 
 _SHOWN_PROMPTS = 3
+"""Maximum number of prompts that the error about too much work shows."""
 
 
 def _product(lengths: Sequence[tuple[int, int]], n: int, name: str) -> str:

@@ -17,6 +17,7 @@ from llm_serving.server.state import Endpoint, ServerState
 __all__ = ["ENDPOINTS"]
 
 MAX_PATH_CHARS = 4096
+"""Maximum length of the path of a model folder."""
 
 
 class ReloadRequest(StrictModel):

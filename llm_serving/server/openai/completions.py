@@ -41,6 +41,7 @@ from llm_serving.server.openai.stream import (
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
 
 DEFAULT_MAX_TOKENS = 16
+"""Default of ``max_tokens`` in ``/v1/completions``."""
 
 
 class CompletionRequest(SamplingFields):

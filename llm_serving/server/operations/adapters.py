@@ -23,7 +23,9 @@ from llm_serving.server.state import Endpoint, ServerState
 __all__ = ["ENDPOINTS", "adapter_json"]
 
 LOAD_TIMEOUT_S = 120.0
+"""Maximum seconds until all agents have loaded an adapter."""
 MAX_PATH_CHARS = 4096
+"""Maximum length of the path of an adapter's folder."""
 
 AdapterName = Annotated[
     str,

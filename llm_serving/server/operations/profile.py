@@ -31,6 +31,7 @@ STOP_TIMEOUT_S = 300.0
 """Maximum seconds to wait until the agents have stopped a profile. They write its files meanwhile, which takes long if
 many operators ran."""
 MAX_PROFILE_S = 600
+"""Maximum length of a profile in seconds."""
 
 logger = logging.getLogger("llm_serving.server.operations.profile")
 

@@ -21,6 +21,7 @@ from llm_serving.server.limits import MAX_SEQUENCES
 from llm_serving.server.state import Endpoint, ServerState
 
 DEFAULT_LISTED = 100
+"""Default number of receipts that one request lists."""
 MAX_LISTED = 500
 """Maximum number of receipts in a response of ``GET /requests``."""
 

@@ -20,6 +20,7 @@ READER = "llm_serving.flight.one_request"
 READ_TIMEOUT_S = 30.0
 """Maximum seconds for reading the recording."""
 MAX_ID_CHARS = 256
+"""Maximum length of a request id."""
 
 _PACKAGES = Path(__file__).resolve().parents[3]
 

@@ -33,6 +33,7 @@ from llm_serving.server.models.lookup import served
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
 
 DEFAULT_MAX_NEW_TOKENS = 300
+"""Default of ``max_new_tokens`` in ``/models/{name}/generate``."""
 
 
 class GenerateParameters(DialectSampling):

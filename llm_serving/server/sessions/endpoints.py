@@ -32,6 +32,7 @@ MAX_TRANSFERS = 4
 """Maximum number of exports and imports at the same time. Each of them keeps a few pieces of its file in memory."""
 MEDIA_TYPE = "application/octet-stream"
 _POLL_S = 0.1
+"""Seconds between two checks whether the digests of the weights are known."""
 _MAX_POLLS = 300
 """An import polls every ``_POLL_S`` for the digests of the weights, at most this number of times.
 

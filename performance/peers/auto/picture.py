@@ -16,6 +16,7 @@ WARNING = "#c62828"
 MIN_SCALE = 2.5
 """Largest ratio on the horizontal axis. If a measured ratio is larger, the axis ends at this ratio instead."""
 _UNIT, _LEFT, _BAR, _TOP = 170, 150, 16, 60
+"""Pixels of a ratio of 1, of the left margin, of a bar's height, and of the top margin."""
 _ROW, _LINE = _BAR + 8, 18
 """Heights in pixels of a bar and of a line of text, including the space below."""
 _GAP, _CHARACTER = 6, 7
