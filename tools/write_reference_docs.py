@@ -13,6 +13,7 @@ if str(ROOT) not in sys.path:
 
 from tools.reference.command_line import command_line_page  # noqa: E402
 from tools.reference.configuration import configuration_page  # noqa: E402
+from tools.reference.constants import constants_page  # noqa: E402
 from tools.reference.files import files_page  # noqa: E402
 from tools.reference.log_events import log_events_page  # noqa: E402
 from tools.reference.metrics import metrics_page  # noqa: E402
@@ -25,6 +26,7 @@ PAGES = {
     "command_line.md": command_line_page,
     "sampling_parameters.md": sampling_parameters_page,
     "files.md": files_page,
+    "constants.md": constants_page,
 }
 
 

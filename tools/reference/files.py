@@ -24,7 +24,8 @@ INTRODUCTION = """\
 # All files
 
 For developers who found no row in [where to change what](where_to_change.md). Search this page for a word of your
-change. If you find none, try another word of the [glossary](glossary.md).
+change. If you find none, try another word of the [glossary](glossary.md). [Fixed numbers](constants.md) has the values
+of limits and times, with their meaning.
 
 <!-- Written by tools/write_reference_docs.py from the first sentences of each file. Edit there. -->
 
