@@ -41,8 +41,8 @@ EXCHANGE_MAGIC = 0x0E8C4A6E
 EXCHANGE_VERSION = 3
 """Version of the layout of the exchange."""
 COLLECTIVE_BYTES = 512 * 1024
-"""Bytes of one collective buffer. Larger sums and gathers are computed in pieces of this size, which fit the CPU's
-cache."""
+"""Bytes of one collective buffer, and of a piece of the exchange. Larger sums and gathers are computed in pieces of
+this size, which fit the CPU's cache."""
 COLLECTIVE_BUFFERS = 2
 """Number of buffers of each agent. Agents use them in turn when they add arrays."""
 TOKEN_PLACES = 2
