@@ -283,7 +283,8 @@ class RequestTimings:
     tpot: float | None = None
     """Mean time between tokens. None for fewer than two tokens."""
     tokenise: float = 0.0
-    """Time from the first byte to the queue: the body is read, checked and tokenized."""
+    """Time from the request's first byte until the request enters the queue: the body is read, checked and tokenized.
+    """
     preempted: float = 0.0
     swapped: float = 0.0
     restarted: float = 0.0

@@ -75,7 +75,9 @@ class _DynamicBatching(_StaticBatching):
 
 
 class _SplitAdapters(BatchingMode):
-    """Keeps all running requests on one LoRA adapter (``lora_config.batching: split``), in addition to ``mode``."""
+    """Keeps all running requests on one LoRA adapter (``lora_config.batching: split``). The rules of ``mode`` also
+    apply.
+    """
 
     def __init__(self, state: SchedulerState, mode: BatchingMode) -> None:
         super().__init__(state)

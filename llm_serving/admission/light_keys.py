@@ -47,7 +47,9 @@ MEMORY_S = 30.0
 RESERVED_ROWS_SHARE = 16
 """One batch row of this number is reserved for light keys."""
 RESERVED_BLOCKS_SHARE = 32
-"""The reserve is ``1 / RESERVED_ROWS_SHARE`` of the batch rows and ``1 / RESERVED_BLOCKS_SHARE`` of the blocks."""
+"""``1 / RESERVED_ROWS_SHARE`` of the batch rows and ``1 / RESERVED_BLOCKS_SHARE`` of the blocks stay free for light
+keys.
+"""
 
 MAX_LIGHT_STREAK = 2
 """Maximum number of consecutive steps that have prompts of light keys only."""

@@ -167,7 +167,7 @@ class Starter:
             self._batching.note_no_capacity()
             self._state.note_no_capacity()
             return reason
-        self._state.no_capacity = None  # otherwise, the router could recall a request that only waits for its load
+        self._state.no_capacity = None  # a request that only waits for blocks from the KV tiers does not lack capacity
         cached = self._supply.look_up(sequence)
         if cached.is_pending:
             return BlockReason.PREFIX

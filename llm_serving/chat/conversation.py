@@ -34,7 +34,8 @@ class Conversation:
 
 @dataclass(slots=True)
 class AnswerTimes:
-    """Times of one answer, in seconds of the same clock."""
+    """When the question was sent, and when the first and the last text of its answer arrived. All times are in seconds.
+    """
 
     sent: float
     first: float | None = None

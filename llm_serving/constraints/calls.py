@@ -158,8 +158,8 @@ def _add_thinking(rules: _Rules, thinking: Thinking | None) -> str:
 
 
 def _add_calls(rules: _Rules, tool_format: ToolFormat, tools: Sequence[CallableTool], is_parallel: bool) -> str:
-    """Adds one rule for each tool. Returns the name of the rule for all calls of an answer, with the markers around the
-    calls.
+    """Adds one rule for each tool. Also adds the rule for all calls of an answer, which includes the markers before,
+    between and after the calls. Returns the name of this rule.
     """
     for i, tool in enumerate(tools):
         identifier = f"/{tool_format.id_pattern}/ " if tool_format.id_pattern else ""
@@ -219,8 +219,8 @@ def _add_free_text(rules: _Rules, tool_format: ToolFormat, thinking: Thinking | 
 def _after_trigger(rules: _Rules, name: str, text: str, trigger: str) -> str:
     """Returns the expression of free text, the trigger and the calls, in this order.
 
-    ``text`` is the name of the rule of the free text, and ``region`` that of the calls. If the trigger is not a special
-    token, the free text ends at the first occurrence of the trigger (lazy).
+    ``text`` names the rule of the free text. The caller defines the rule ``region``, which matches the calls. If the
+    trigger is not a special token, the free text ends at the first occurrence of the trigger (lazy).
     """
     if rules.is_special(trigger):
         return f"{text} {rules.literal(trigger)} region"

@@ -23,14 +23,16 @@ class AgentAdapters:
         self._command = 0
         """The number of the command that loads the adapter in ``_slot``."""
         self._waiting: dict[int, int] = {}
-        """Maps each replica that has not replied to the number by which its executor names the load."""
+        """The replicas that have not replied, each with the number that its executor gave to the loading of the
+        adapter.
+        """
         self._error = ""
 
     def load(self, slot: int, memory: AdapterMemory, command: int = 0) -> list[AdapterAnswer]:
         """Begins to load an adapter into all ready replicas. ``command`` is the number of the command.
 
-        Returns an empty list, because replicas must reply first. If no replica is ready, returns the answer to the
-        command.
+        If no replica is ready, returns the answer to the command. Otherwise returns an empty list, because the answer
+        follows after the replies of the replicas.
         """
         self._remove(slot)
         self._memories[slot] = memory
@@ -41,10 +43,10 @@ class AgentAdapters:
         return self._finished()
 
     def answer(self, replica: int, number: int, error: str) -> list[AdapterAnswer]:
-        """Records the reply of a replica. ``number`` is the number by which the replica's executor names the load.
+        """Records the reply of a replica. ``number`` is the number that the replica's executor gave to the loading.
 
-        After the last reply, returns the answer to the whole command, otherwise an empty list. If the load was given
-        up, ignores the reply.
+        After the last reply, returns the answer to the whole command, otherwise an empty list. Ignores the reply if the
+        engine no longer waits for it.
         """
         if self._waiting.get(replica) != number:
             return []

@@ -58,7 +58,9 @@ class BeamSearchParams:
     width: int
     max_tokens: int
     length_penalty: float = 1.0
-    """A value above 0 favours longer outputs, a value below 0 shorter ones. 0 compares plain sums."""
+    """A value above 0 favours longer outputs, a value below 0 shorter ones. With 0, the score is the sum of
+    log-probabilities.
+    """
     end_token_ids: frozenset[int] = frozenset()
     num_top: int = 0
     """Number of most likely tokens whose logits are kept for each token of a beam."""

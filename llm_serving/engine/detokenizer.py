@@ -134,7 +134,9 @@ class IncrementalDetokenizer:
         self._strip_spaces = tokenizer.table.rule.strip_spaces if at_start else 0
         self._strip_first_token = at_start and tokenizer.table.rule.strip_first_token
         self._is_plain = not self._strip_spaces and not self._strip_first_token
-        """True if no space must be removed before the next tokens. Their text can then be read from the token table."""
+        """True if no space must be removed from the start of the next text. The text of tokens then comes from the
+        token table.
+        """
         self.num_tokens = 0
         """Number of tokens up to the stop string, or of all tokens so far. Stays 0 if there are no stop strings."""
 

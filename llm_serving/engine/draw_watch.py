@@ -5,13 +5,17 @@ from __future__ import annotations
 from llm_serving.scheduler.output import StepResult
 
 WINDOW = 500
-"""Number of steps over which launches are counted. Only steps that were launched with drawn tokens count."""
+"""Number of steps in a group. Only steps that were launched with tokens from the device's sampler count."""
 MAX_SHARE = 0.05
-"""Maximum share of steps that are launched again without a warning. A second launch takes the time of a step."""
+"""If a larger share of the steps in a group is launched twice, a warning follows. A second launch takes the time of a
+step.
+"""
 
 
 class DrawWatch:
-    """Counts the steps of one replica that were launched again, in groups of ``window`` consecutive steps."""
+    """Counts how many steps of one replica were launched twice, because the device had drawn a wrong token. Each group
+    of ``window`` consecutive steps is counted separately.
+    """
 
     def __init__(self, window: int = WINDOW) -> None:
         self.window = window

@@ -249,7 +249,7 @@ class Replica:
                 outputs += self.take_result(failed, now)
             else:
                 if step.is_held:
-                    break  # a step that is sent now could not verify the drafts
+                    break  # the next step verifies drafts that follow from this step's result
         return outputs
 
     @property

@@ -23,8 +23,8 @@ def scheduler_limits(config: Config) -> SchedulerLimits:
         chunk_tokens=scheduler.chunk_tokens,
         page_attention=model.page_attention,
         prefix_cache=config.uses_prefix_cache,
-        # An Ascend copies no tails. There, a copy takes two calls for each cache of each layer, and each call waits
-        # for all streams.
+        # On an Ascend, sequences do not copy cached blocks that match only in their first tokens (tails). A copy would
+        # take two calls for each cache of each layer, and each call waits for all streams.
         copies_tails=config.device != "Ascend",
         num_state_snapshots=config.num_state_snapshots,
         cache_namespace=config.cache_namespace,

@@ -44,7 +44,9 @@ _QWEN2_WORDS = (
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
-    """Loads the tokenizer of a config. Raises CheckpointError if it is wrong or if the draft model has other tokens."""
+    """Loads the tokenizer of a config. Raises CheckpointError if the tokenizer is wrong, or if the draft model has
+    other tokens.
+    """
     tokenizer = _read(Path(config.tokenizer_file), config.tokenizer.type, config.end_token_ids)
     draft = config.draft
     if draft is not None and draft.head is None:

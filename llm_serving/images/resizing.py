@@ -17,7 +17,7 @@ from llm_serving.images.urls import ImageError
 from llm_serving.model.vision import MAX_PROPORTION, ImageProcessing, VisionShape
 
 _SMALL_ROWS = 256
-"""Maximum number of rows of an image with ``detail: low``."""
+"""Maximum number of rows (embeddings) of an image with ``detail: low``."""
 
 
 def resized(

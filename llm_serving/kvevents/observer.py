@@ -18,7 +18,8 @@ _SALT_BYTES = 16
 
 Stored = tuple[bytes, bytes, bytes | None, bytes]
 """A stored block: its hash, its packed tokens, the hash of the block before it, and a salt. The first block of a
-sequence has None instead of a hash before it, and the salt of its request. Other blocks have no salt.
+sequence has no block before it, so it has None instead of that hash. It has the salt of its request. Other blocks have
+no salt.
 """
 Change = Stored | bytes | None
 """One change of a prefix cache: a stored block, the hash of a removed block, or None if the whole cache was cleared."""
@@ -97,8 +98,8 @@ class ReplicaObserver:
     """
 
     def __init__(self, queue: ChangeQueue, replica: int, take_over: Callable[[ReplicaObserver], None]) -> None:
-        """``take_over`` is called by ``enter_service``. It ends the earlier observer of the replica, and calls
-        ``begin``.
+        """``take_over`` is called by ``enter_service``. It stops the earlier observer of the replica, and calls
+        ``begin`` of this observer.
         """
         self.replica = replica
         self.is_current = False
@@ -106,7 +107,7 @@ class ReplicaObserver:
         self._queue = queue
         self._take_over = take_over
         self._hashes: dict[int, bytes] = {}
-        """The hash of each published block, by its index entry in the prefix cache."""
+        """The hash of each published block, by the number of the block's entry in the index of the prefix cache."""
 
     def enter_service(self) -> None:
         """From now on, publishes the changes of this engine. The observer of the earlier engine stops publishing."""

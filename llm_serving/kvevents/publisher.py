@@ -61,9 +61,9 @@ class EventPublisher:
             self._pub = self._socket(zmq.PUB, "endpoint", settings.endpoint, settings.buffer_batches)
             self._replay = None
             if settings.replay_endpoint is not None:
-                # ZeroMQ limits the number of unread messages to a subscriber. A subscriber reports what it has read
-                # only each time it has read half of the limit. So ZeroMQ may still count this number of read messages,
-                # and a whole replay must fit into the other half.
+                # ZeroMQ limits the number of unread messages to a subscriber. A subscriber reports the messages that it
+                # has read only after each half of the limit. So ZeroMQ may count almost half of the limit as unread
+                # although it has been read. A whole replay must fit into the other half.
                 limit = 2 * (settings.buffer_batches + 1)
                 self._replay = self._socket(zmq.ROUTER, "replay_endpoint", settings.replay_endpoint, limit)
         except ConfigError:

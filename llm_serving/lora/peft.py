@@ -63,7 +63,9 @@ class LoraAdapter:
     """A LoRA adapter: the adapted layers, in the order of the model."""
 
     digest: bytes
-    """Digest of the contents of both files. Adapters with equal digests produce equal keys and values."""
+    """Digest of the settings and of the file with the weights. Adapters with equal digests produce equal keys and
+    values.
+    """
     modules: tuple[LoraModule, ...]
 
 
@@ -197,7 +199,8 @@ class _Reader:
         self._dtype = dtype
 
     def module(self, name: str, target: Target, a: TensorInfo, b: TensorInfo) -> LoraModule:
-        """Returns the adapter of one layer. ``name`` is the name of the layer's module, which the settings match.
+        """Returns the adapter of one layer. ``name`` is the name of the layer's module in transformers. Patterns in the
+        settings are compared with this name.
 
         Raises AdapterError for a wrong rank, shape, type or value.
         """

@@ -60,7 +60,7 @@ class PeftConfig:
     rank: int
     alpha: float
     is_rank_stabilised: bool
-    """True for rsLoRA (Kalajdzievski 2023), which divides by the square root of the rank."""
+    """True for rsLoRA (Kalajdzievski 2023), which divides alpha by the square root of the rank and not by the rank."""
     targets: tuple[str, ...] | str
     """The adapted layers: a tuple with the last parts of their names, a regular expression of whole names, or
     ``ALL_LINEAR``.

@@ -55,8 +55,9 @@ class LLM:
 
         ``model`` is a model folder, a GGUF file or a name on a hub. None: the model of ``config``. ``config`` is a YAML
         file, as for the server. ``dtype`` and ``quantize`` are the options of the command line. ``offline`` forbids
-        downloads. ``progress`` shows progress on the standard error stream; None shows it on a terminal. ``settings``
-        are sections of the configuration with a dict of their keys, for example ``pa_config={"num_blocks": 512}``.
+        downloads. ``progress`` shows progress on the standard error stream. None: only if this stream is a terminal.
+        ``settings`` are sections of the configuration with a dict of their keys, for example ``pa_config={"num_blocks":
+        512}``.
         """
         self._show = sys.stderr.isatty() if progress is None else progress
         options = {"dtype": dtype, "quantize": quantize}

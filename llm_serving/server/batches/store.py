@@ -54,7 +54,8 @@ from llm_serving.server.fields.validation import short
 
 T = TypeVar("T")
 MIN_FILE_BYTES = 4096
-"""For the storage limits, a smaller file counts as this number of bytes. The record of each batch also does.
+"""For the storage limits, a smaller file counts as this number of bytes. The record of each batch counts as this
+number, too.
 
 So the limits in bytes also limit the number of tiny files.
 """

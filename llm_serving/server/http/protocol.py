@@ -168,7 +168,7 @@ class Refusals(Protocol):
 
 
 class _RefusedCycle(RequestResponseCycle):
-    """Replaces uvicorn's object for the present request if the request was refused early.
+    """Replaces uvicorn's object for a request that was refused before its body arrived.
 
     Its attributes state that the response is complete. So the connection discards the body and takes the next request.
     """
@@ -216,7 +216,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._silent_bytes = 0
         self._is_discarding = False
         self._has_refused = False
-        """True if a request in the bytes that are being processed was refused early."""
+        """True if a request in the bytes that are being processed was refused before its body arrived."""
         self.channel_user: ChannelUser | None = None
         self.refusals: Refusals | None = None
 
@@ -268,7 +268,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._count_framing(len(data))
 
     def on_message_begin(self) -> None:
-        # After an early refusal in the same bytes, the client cannot have waited for the response before this request.
+        # If the same received bytes contain a request that was refused before its body, the client has sent this
+        # request without waiting for the response.
         if self._has_refused or (self.cycle is not None and not self.cycle.response_complete):
             raise PipelinedError
         super().on_message_begin()
