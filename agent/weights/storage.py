@@ -29,7 +29,7 @@ STORAGE_DTYPES: dict[str, Any] = {
 """NumPy's type for the elements of an array, by the name of the weights' type. bfloat16 is stored as uint16."""
 
 _CHUNK_ELEMENTS = 1 << 15
-"""Number of elements that are converted to bfloat16 at a time."""
+"""Number of elements that are copied or converted at a time."""
 _ALIGNMENT = 64
 """Small arrays begin at multiples of this number of bytes."""
 _HUGE_PAGE = 2 << 20

@@ -45,7 +45,7 @@ MEMORY_S = 30.0
 """Seconds for which batch rows and blocks stay free for light keys after the last request of a light key."""
 
 RESERVED_ROWS_SHARE = 16
-"""One batch row of this number is reserved for light keys."""
+"""One of this number of batch rows is reserved for light keys."""
 RESERVED_BLOCKS_SHARE = 32
 """``1 / RESERVED_ROWS_SHARE`` of the batch rows and ``1 / RESERVED_BLOCKS_SHARE`` of the blocks stay free for light
 keys.

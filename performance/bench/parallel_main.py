@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GROUPS = ((1, 1), (2, 1), (1, 2))
 BATCHES = (1, 8, 32)
 CONTEXT = 128
-"""Default number of tokens of the contexts."""
+"""Tokens of the context of each sequence."""
 STEPS = 40
 """Number of decode steps of a measurement."""
 PROMPT_TOKENS, TEXT_TOKENS = 32, 64

@@ -94,7 +94,7 @@ MAX_FURTHER_STEPS = 4
 KEPT_SHARE = 0.9
 """The search for the peak stops doubling the rate when the goodput is below this fraction of the rate."""
 MIN_GOODPUT_SHARE = 0.95
-"""Goals of an overload: the minimum share of the goodput without overload."""
+"""Minimum share of the peak goodput that the server must keep during an overload."""
 MAX_REFUSAL_MS = 20.0
 """Maximum milliseconds until a request is refused."""
 MAX_LIGHT_TTFT_RATIO = 1.5

@@ -11,7 +11,7 @@ from .corpus import training_documents
 from .tokenizer import BOS_ID, encode_document, render
 
 HELD_OUT_SHARE = 32
-"""One document of this number is held out."""
+"""One of this number of documents is held out."""
 PACKING_BUFFER = 200
 """Number of documents from which a training row is packed."""
 

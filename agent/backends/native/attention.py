@@ -25,7 +25,7 @@ _ROTATE_HALVES = 2
 that are half a head apart. Its inputs cos and sin have one row for each token of the step.
 """
 _MASK_SIZE = 128
-"""Edge of the fixed causal mask that the kernel reads in tiles."""
+"""Size of the causal mask of attention without a window."""
 _BAND_MASK_SIZE = 2048
 """Size of the compressed mask that ``sparse_mode`` 4 requires."""
 _BAND = 4
