@@ -36,7 +36,8 @@ class ArtificialHooks(NativeCpuHooks):
 class ArtificialSampling(SamplingGraphs):
     """Runs the graphs of sampling. The artificial device gets the name of each launched graph.
 
-    If a launch of draws must be wrong (``ArtificialDevice.wrong_every``), it gets other random numbers.
+    If the graph that draws tokens must draw wrong ones (``ArtificialDevice.wrong_every``), it gets other random
+    numbers.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ SPIN_S = 0.0002
 
 
 STEP = "step"
-"""The name of the launches of step graphs. The launches of sampling have the names of their graphs."""
+"""The name of every launch of a step graph. A launch of a sampling graph has the name of that graph."""
 
 
 @dataclass(slots=True)
@@ -88,9 +88,11 @@ class ArtificialDevice:
     sampling_launch_s: float = 0.0
     """Minimum seconds that the host needs to launch a graph of sampling."""
     wrong_every: int = 0
-    """Every launch of draws whose number is a multiple of ``wrong_every`` draws wrong tokens. 0: none."""
+    """Each launch of the graph that draws tokens has a number. It draws wrong tokens if its number is a multiple of
+    ``wrong_every``. 0: no launch draws wrong tokens.
+    """
     are_wrong: list[bool] = field(default_factory=list)
-    """For each launch of draws: True if it drew wrong tokens."""
+    """For each launch of the graph that draws tokens: True if it drew wrong tokens."""
     captures: bool = False
     """True if a launch overwrites the results of an earlier launch whose results have equal shapes.
 
@@ -122,7 +124,7 @@ class ArtificialDevice:
             self._graph = STEP
 
     def is_wrong_draw(self) -> bool:
-        """Counts a launch of draws. Returns whether its tokens must be wrong."""
+        """Counts a launch of the graph that draws tokens. Returns whether it must draw wrong tokens."""
         number = len(self.are_wrong) + 1
         self.are_wrong.append(self.wrong_every > 0 and number % self.wrong_every == 0)
         return self.are_wrong[-1]

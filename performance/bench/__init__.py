@@ -7,7 +7,7 @@ engine            drives scheduler, executor and a real agent without a server, 
 engine_rows       measures rates and times of the engine for one batch size or prefill length
 engine_main       the program bench_engine.py
 engine_host       the program bench_engine_host.py
-kernel_cases      defines the measured kernels and shapes, with the minimum of bytes and operations of a call
+kernel_cases      defines the measured kernels and shapes, and the minimum bytes and operations of a call
 kernel_main       the program bench_kernels.py
 step_kernels      measures the kernels of a step, called one by one
 cpu_share         measures the processor time of server, agents and client

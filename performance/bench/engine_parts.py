@@ -167,5 +167,5 @@ def request_of(index: int, max_tokens: int) -> Request:
 
 
 def fail(message: str) -> None:
-    """Raises RuntimeError. A flight recorder calls this function if it fails."""
+    """Raises RuntimeError. A flight recorder calls this function if it cannot record."""
     raise RuntimeError(message)

@@ -1,8 +1,8 @@
 """Measures how many replicas one engine thread can drive, from the thread's processor time for a step.
 
 Each replica has a scheduler with a flight recorder and an executor without agents, behind the real router. A loop
-iteration completes one step of one replica. This is the most expensive case, because an iteration of a busy server
-often has results of several replicas.
+iteration completes one step of one replica. In a busy server, an iteration often completes steps of several replicas,
+which costs less for each step. So the program measures the most expensive case.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ReplicaFigures:
     """Sequences of each replica."""
     us_per_step: float
     drives: float
-    """Number of replicas that one engine thread can drive, if a device needs a given time for each step."""
+    """Number of replicas that one engine thread can drive, if a device needs ``step_s`` seconds for each step."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

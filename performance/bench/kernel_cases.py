@@ -30,7 +30,7 @@ SHAPE_NAMES = ("llama_160m", "llama_1b", "llama_7b")
 LINEAR_FORMATS = ("bfloat16", *(each.name for each in INTEGER_FORMATS))
 LINEAR_ROWS = (1, 8, 64, 512)
 ROTATION_BYTES = 160 << 20
-"""Minimum size of all copies of a case's data: five times the largest known last-level cache."""
+"""Minimum size of all copies of a case's data together: five times a last-level cache of 32 MB."""
 GROUP = 64
 """Number of weights with one scale in the formats with groups."""
 BLOCK_SIZE = 16

@@ -139,7 +139,7 @@ def parse_threads(text: str) -> tuple[int, ...]:
 
 
 def names_out_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """Returns a parser of comma-separated names from ``known``."""
+    """Returns a function that parses comma-separated names. Each name must be one of ``known``."""
 
     def parse(text: str) -> tuple[str, ...]:
         names = tuple(text.split(","))

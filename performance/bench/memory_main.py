@@ -2,7 +2,8 @@
 
 The program starts a server and sends as many requests as can run together, all at the same time. One of them has the
 longest context, and its prompt fills a step. The program samples the memory of all processes during the start and under
-load. Memory that processes share counts once. The program prints the plan, the peak, and their ratio:
+load. Memory that processes share counts once. The program prints the plan, the peak, and their ratio for each of these
+parts:
 
     weights, KV cache   bytes of the agents' arrays, as the agents report them
     agents: the rest    all other memory of the agents: activations, logits, scratch memory, Python, MindSpore, graphs

@@ -3,7 +3,7 @@
 The server's main model is the embedded tiny model, and the measured model is a further model. All caches on disk are
 empty at the beginning. The program prints:
 
-1. the first load, which converts the weights and compiles the graph
+1. the time of the first load, which converts the weights and compiles the graph
 2. alternately, the time of a load after an unload, and of a wake after a sleep
 3. the memory (PSS) of all processes of the server before the first load, while the model serves, and while it sleeps
 

@@ -40,7 +40,7 @@ class Usage:
 
 
 def add_up(processes: Iterable[ProcessPages]) -> Usage:
-    """Adds up processes. A file counts once, in the process that has most of its pages.
+    """Adds up the memory of processes. A file counts once, in the process that has most of its pages.
 
     The proportional set size of files would be too small, because other programs on the machine use the same libraries.
     """

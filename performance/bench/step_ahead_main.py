@@ -208,7 +208,7 @@ def other_agents(config: Config, parsed: argparse.Namespace, arguments: Sequence
 def measure(
     config: Config, options: argparse.Namespace, exchange_name: str | None, *, runs_ahead: bool
 ) -> Measured:
-    """Runs the steps with and without steps ahead, and returns the times.
+    """Runs the steps, with or without steps ahead (``runs_ahead``), and returns the times.
 
     ``exchange_name`` is the name of the shared memory through which the agents of a group add their arrays. None: this
     agent has the whole model.

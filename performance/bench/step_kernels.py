@@ -84,7 +84,9 @@ def add_kernel_shares(rows: Sequence[dict[str, Any]], shape: ModelShape, numbers
 
 
 def step_of(row: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the sizes of the step that represents a row: its prefill, or the decode step in the middle."""
+    """Returns the sizes of the step that represents a row: the prefill of a prefill row, or the middle decode step of a
+    decode row.
+    """
     batch, prompt, new = row["batch"], row["prompt"], row["new"]
     if row["kind"] == "prefill":
         return {"rows": batch * prompt, "sequences": batch, "queries": prompt, "context": prompt}

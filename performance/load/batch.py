@@ -13,7 +13,7 @@ from performance.load.http_client import ConnectionPool
 from performance.load.stream import RequestRecord, StreamExchange
 
 START_DELAY_S = 0.05
-"""Seconds from the start of the run to the time at which due times begin. Meanwhile, the pacing thread starts."""
+"""Seconds from the start of the run to the due time 0. Meanwhile, the pacing thread starts."""
 DISPLAY_INTERVAL_S = 0.5
 """Seconds between two updates of the progress."""
 

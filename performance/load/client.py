@@ -50,7 +50,7 @@ class LoadRun:
     model: str
     records: list[RequestRecord]
     start: float
-    """The time at which due times begin, on the clock of ``perf_counter``. A due time of 0 is this time."""
+    """The time of the due time 0, on the clock of ``perf_counter``."""
     started_at: float
     """Unix time of ``start``."""
     client_cpu_s: float
@@ -178,7 +178,7 @@ def discover_model(endpoint: Endpoint, headers: Mapping[str, str]) -> str:
 
 
 def _allow_many_connections() -> None:
-    """Raises the soft limit of open files, because every unfinished request has a connection."""
+    """Increases the soft limit of open files, because every unfinished request has a connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED_OPEN_FILES if hard == resource.RLIM_INFINITY else min(WANTED_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -169,8 +169,7 @@ class _Flood:
         return FloodRun(results, start, duration_s, cpu, lateness)
 
     def release(self, connection: _Connection, *, reusable: bool) -> None:
-        """Returns a connection to the pool after its response. Unless ``reusable``, the connection does not send
-        another request."""
+        """Called after a response. Adds the connection to the idle connections if ``reusable``, otherwise closes it."""
         if reusable:
             self._idle.append(connection)
         else:

@@ -2,8 +2,8 @@
 
 A number of clients send requests in a closed loop. From the server's metrics the program calculates the time from one
 step to the next, and how much of this time the recorder takes. It also calculates which fraction of the server
-process's processor time the recorder takes. The agents are other processes. The recorder measures its own time, without
-the time of the scheduler calls that it records.
+process's processor time the recorder takes. Agents are separate processes, so their time does not count. The recorder
+measures its own time, without the time of the scheduler calls that it records.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def _ratios(pairs: Sequence[dict[str, float]], name: str) -> list[float]:
 
 
 def _pair(parsed: argparse.Namespace, base: LoadOptions, number: int, program: Path) -> dict[str, float]:
-    """Measures two servers in turns: one with and one without self-checks, API keys and audit log."""
+    """Measures two servers alternately: one with and one without self-checks, API keys and audit log."""
     rounds: dict[str, list[_Round]] = {"on": [], "off": []}
     with ExitStack() as stack:
         servers = {name: stack.enter_context(_server(parsed, name, base, program)) for name in rounds}

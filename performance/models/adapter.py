@@ -1,4 +1,5 @@
-"""Generates the matrices of seeded LoRA adapters. PEFT's results are in golden files (``tools/make_lora_golden.py``).
+"""Generates the matrices of seeded LoRA adapters. Golden files have the outputs that PEFT computes with these matrices
+(``tools/make_lora_golden.py``).
 """
 
 from __future__ import annotations

@@ -260,7 +260,8 @@ def write_model(variant: Variant, folder: Path) -> None:
 def _mxfp4(name: str, shape: tuple[int, ...], variant: Variant) -> Array:
     """Returns random bytes of MXFP4 weights, or random scales. A scale is one of three powers of two.
 
-    The weights have about the standard deviation of other layers: random 4-bit floats have a standard deviation of 2.9.
+    The scales give the weights about the standard deviation of other layers. Without scales, random 4-bit floats have a
+    standard deviation of 2.9.
     """
     count = math.prod(shape)
     generator = np.random.SFC64(list(f"{variant.seed}/{name}".encode()))

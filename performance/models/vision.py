@@ -1,4 +1,4 @@
-"""Writes a small model that reads images as a Hugging Face folder, with seeded weights, and makes images for it.
+"""Writes a Hugging Face folder with a small vision-language model (seeded weights), and makes test images.
 
     python -m performance.models.vision /tmp/small_vlm
 

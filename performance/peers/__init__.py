@@ -1,7 +1,7 @@
 """Compares this engine with other engines (peers). Each peer has its own virtual environment.
 
     compare         runs the driver programs of the peers, and compares their figures with this engine's
-    auto            sets the peers up, and compares all programs with the default model, in alternating runs
+    auto            installs the peers, and compares all engines, which run the default model in alternation
     same_file       compares this engine with llama.cpp on one GGUF file, in alternating runs
     driver          the measurement, which is the same for all peers; it uses only the standard library
     *_driver        the driver program of one peer, which runs in the peer's virtual environment

@@ -10,7 +10,7 @@ The figures of this engine come from JSON files of bench_engine.py, for example 
 of a peer are added to the file of --json, where they replace older rows of the same name. Peers can therefore be
 measured one at a time. Without --peer the program prints the rows of this file.
 
-With --auto the program creates the peers itself and measures all programs in alternating rounds, with the default
+With --auto the program installs the peers itself and measures all programs in alternating rounds, with the default
 model. See ``--auto --help``.
 """
 

@@ -1,4 +1,4 @@
-"""Compares this engine with llama.cpp on the same GGUF file, in alternating runs of the same program.
+"""Compares this engine with llama.cpp on the same GGUF file, in alternating runs of the two engines.
 
 Each round starts llama.cpp (through its C interface, performance/peers/llama_cpp_driver.py) and this engine (without
 HTTP), one after the other. The order changes from round to round. Both engines get prompts of random token ids with the

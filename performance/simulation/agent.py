@@ -30,7 +30,7 @@ Sampler = Callable[[ScheduledStep], list[int]]
 def agent_order(policy: str) -> dict[str, int]:
     """Returns the priority class of each step kind; steps of class 0 run first.
 
-    For a policy that the agent does not know, steps run first come, first served.
+    A policy that is not in ``ORDERS`` has the classes of ``fcfs``.
     """
     classes = ORDERS.get(policy, ORDERS["fcfs"])
     kinds = {"move": "move", "prefill": "prefill", "mixed": "prefill", "decode": "decode"}

@@ -8,9 +8,9 @@
     activations    bytes between the operators / bandwidth
     sampling       reading the logits once / bandwidth, plus a fixed time per row
 
-Here max() assumes that the device reads and computes at the same time (``overlap`` is infinite). With a partial
-overlap, the time is ``(compute ** overlap + read ** overlap) ** (1 / overlap)``, where ``compute`` and ``read`` are the
-two times. ``overlap`` 1 gives their sum.
+For linear layers and attention, max() assumes that the device reads and computes at the same time (``overlap`` is
+infinite). With a partial overlap, the time is ``(compute ** overlap + read ** overlap) ** (1 / overlap)``, where
+``compute`` and ``read`` are the two times. ``overlap`` 1 gives their sum.
 
 The host launches kernels one after the other while the device runs earlier kernels. A step is therefore host bound
 (kernels x launch) or device bound (busy), whichever takes longer. The time to move blocks is their bytes divided by the

@@ -19,8 +19,9 @@ robust against single steps that were delayed. Later fits leave out steps that t
 expected time.
 
 Measured times deviate from the fitted times. The ratios of measured to fitted time are stored as quantiles over all
-steps. The fit also stores which fraction of the deviation lasts longer than a step, and how long it lasts (``spread``).
-A simulation draws its deviations from these data, so that its mean and tail latencies are those of the machine.
+steps. The fit also stores which fraction of the deviation lasts longer than a step, and how long this part lasts
+(``spread``). A simulation draws its deviations from these data, so that its mean and tail latencies are those of the
+machine.
 
 Algorithm: Lawson and Hanson, "Solving Least Squares Problems", 1974, chapter 23 (``scipy.optimize.nnls``).
 """

@@ -68,7 +68,8 @@ class Figures:
     """The results of one case, over the runs of all seeds.
 
     ``alone_ms`` and ``flood_ms``: 99th percentile of the light keys' time to first token, without and with the flood.
-    ``goodput`` and ``peak_goodput``: completed requests per second, with the flood and with the load of the peak.
+    ``goodput`` and ``peak_goodput``: requests per second that meet both objectives, during the flood and with the peak
+    load.
     """
 
     alone_ms: float

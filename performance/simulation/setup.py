@@ -112,7 +112,7 @@ def identity(config: Config) -> dict[str, str]:
 
 
 def check_belongs(fit: StepFit, config: Config) -> None:
-    """Raises UsageError if the fit belongs to another model or to other formats."""
+    """Raises UsageError if the fit belongs to another model, to other number formats or to another op table."""
     for name, value in identity(config).items():
         if fit.provenance.get(name) != value:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""Counts the work in a step, from the step's columns and the sizes of the model."""
+"""Counts the work in a step, from the token counts of its sequences and the sizes of the model."""
 
 from __future__ import annotations
 

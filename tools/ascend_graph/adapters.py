@@ -23,7 +23,7 @@ _QUANTISERS = ("DynamicQuantExt", "QuantV2")
 
 
 class AdapterRules:
-    """Finds errors in the grouped matrix products of adapters, and in the sums to which they belong."""
+    """Finds errors in the grouped matrix products of adapters, and in the sums that add them to the layers' outputs."""
 
     def __init__(self, wiring: Wiring, sizes: StackedSizes, shape: ModelShape, dtype: str) -> None:
         """``shape`` has the sizes of the agent's part of the model. ``dtype`` is the type of the activations."""

@@ -76,7 +76,7 @@ class GemmaRules:
             yield "the factors are not the GELU of a gate and result 1 of the SplitWithSize that the gate comes from"
 
     def norm_problems(self, node: Node) -> Iterator[str]:
-        """Yields an error unless the norm reads the value that belongs to its weights."""
+        """Yields an error unless the norm reads the value that the norm with this name must normalise."""
         x, gamma = self._wiring.operands(node)[:2]
         name = self._wiring.source(gamma)[0].name
         layer, _, norm = name.removesuffix(".weight").rpartition(".")
@@ -140,7 +140,7 @@ class GemmaRules:
     def _half_of(self, operand: Operand) -> int | None:
         """Returns the index of an operand among the results of SplitWithSize, or None if it is not one of them.
 
-        The result may be reshaped.
+        A Reshape after the SplitWithSize is skipped.
         """
         node = self._wiring.node_of(operand)
         while node is not None and node.primitive == "Reshape":

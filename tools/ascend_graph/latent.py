@@ -1,6 +1,6 @@
 """Checks the primitives of multi-head latent attention in a graph.
 
-The rules cover the rotary embedding, the rows of the cache, the products by heads, and PagedAttention.
+The rules cover the rotary embedding, the rows of the cache, the matrix products per head, and PagedAttention.
 docs/lab/ascend.md names the sources of the rules.
 """
 

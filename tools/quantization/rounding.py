@@ -1,4 +1,4 @@
-"""Rounds weights to integers: scales and zero points of groups, and the two layouts of compressed-tensors.
+"""Rounds weights to integers with a scale and a zero point for each group, and stores them as compressed-tensors.
 
 A weight is [out, in] float32. A group is g consecutive inputs of a row. A group has one scale, so a row has in / g
 scales. The integers are unsigned, from 0 to 2^bits - 1. The zero point of a group is the integer that stands for 0. If
@@ -39,7 +39,10 @@ class Settings:
 
     @property
     def layout(self) -> str:
-        """The layout of compressed-tensors: a byte for each integer, or several integers in a word."""
+        """Name of the layout in compressed-tensors.
+
+        ``int-quantized`` has a byte for each integer, ``pack-quantized`` has several integers in a 32-bit word.
+        """
         return "int-quantized" if "int-quantized" in stored_format(self.bits).layouts else "pack-quantized"
 
     def group_of(self, depth: int) -> int:

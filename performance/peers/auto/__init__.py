@@ -1,4 +1,4 @@
-"""The comparison that sets itself up: ``performance/compare_peers.py --auto``.
+"""Implements ``performance/compare_peers.py --auto``: installs the peers and compares this server with them.
 
 main            creates what is missing, measures all programs in rounds, prints ratios, and draws the picture
 programs        the programs: this server and its peers, with the format of the weights

@@ -1,9 +1,9 @@
 """Sets up the peers, measures all programs in rounds, and prints ratios: ``performance/compare_peers.py --auto``.
 
-The model is SmolLM2-135M-Instruct, from the GGUF file in the Python package of the default model. The folder --folder
-keeps the environments of the peers and the converted models, so only the first run downloads and converts (about 5 GB).
-A round runs each program once, and each round has another order. The speed of a machine changes over minutes, so a
-ratio compares runs of the same round.
+The model is SmolLM2-135M-Instruct, from the GGUF file in the Python package of the default model. The folder that
+--folder names keeps the environments of the peers and the converted models, so only the first run downloads and
+converts (about 5 GB). A round runs each program once, and each round has another order. The speed of a machine changes
+over minutes, so a ratio compares runs of the same round.
 
 examples:
   compare_peers.py --auto

@@ -14,7 +14,7 @@ FONT = 'font-family="DejaVu Sans, Helvetica, Arial, sans-serif"'
 COLOURS = ("#1565c0", "#ef6c00", "#2e7d32", "#6a1b9a", "#c62828", "#00838f", "#9e9d24", "#5d4037", "#ad1457", "#455a64")
 WARNING = "#c62828"
 MIN_SCALE = 2.5
-"""Largest ratio on the horizontal axis. If a measured ratio is larger, the axis ends at this ratio instead."""
+"""Largest ratio on the horizontal axis. If a measured ratio is larger, the axis ends at the measured ratio."""
 _UNIT, _LEFT, _BAR, _TOP = 170, 150, 16, 60
 """Pixels of a ratio of 1, of the left margin, of a bar's height, and of the top margin."""
 _ROW, _LINE = _BAR + 8, 18
@@ -103,7 +103,9 @@ def _section(y: int, colour: str, precision: str, comparison: Comparison) -> Ite
 
 
 def _label(span: Span, peers: tuple[str, ...], rounds: int) -> str:
-    """Returns the text of a bar: the range of the ratio, and the peers or rounds that are not included."""
+    """Returns the text of a bar: the range of the ratio, the peers that it leaves out, and the number of rounds if some
+    do not count.
+    """
     parts = [f"{span.least:.3g} to {span.largest:.3g}"]
     absent = [name for name in peers if name not in span.peers]
     if absent:

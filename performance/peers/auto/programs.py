@@ -11,7 +11,7 @@ class Program:
 
     name: str
     precision: str
-    """Group of the comparison. This server is compared with the fastest peer of the same group."""
+    """Precision of the weights. This server is compared with the fastest peer of the same precision."""
     kind: str
     """Name of the peer as in ``performance/peers/KIND_driver.py``, or ``ours``."""
     model: str = ""
