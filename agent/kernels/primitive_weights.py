@@ -111,7 +111,7 @@ class KeptWeights:
             self._release(weight.values)
 
     def close(self) -> None:
-        """Frees the copies. May be called twice."""
+        """Frees the packed copies of all weights. May be called twice."""
         for address in self._kept:
             self._library.llmk_forget_primitive(address)
         for start, size in self._released:

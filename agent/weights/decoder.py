@@ -241,10 +241,11 @@ def check_zero(tensors: StoredTensors, end: str) -> None:
 
 
 def uneven_groups(part: WeightPart, groups: int, tensors: StoredTensors, end: str) -> npt.NDArray[np.int32] | None:
-    """Returns the number of each input's group, int32 [in], or None if each group is a range of consecutive inputs.
+    """Returns for each input the index of its group, int32 [in], or None if each group is a range of consecutive
+    inputs.
 
-    The stored tensor ``end`` has the numbers. It may be missing, or have only -1 for a weight without groups. Raises
-    CheckpointError if a number is not a valid group.
+    The stored tensor ``end`` has these indices. It may be missing, or have only -1 for a weight without groups. Raises
+    CheckpointError if an index is not valid.
     """
     stored, depth = tensors.optional(end), part.shape[1]
     if stored is None or bool((stored == -1).all()):

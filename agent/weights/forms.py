@@ -252,13 +252,14 @@ def _expert_form(spec: WeightSpec, source: WeightSource, packing: Packing) -> Li
 
 
 def _bytes_text(wanted: WeightFormat, stored: Scheme | None) -> str:
-    """Returns the limit of formats with several values in a byte, and what to do about it."""
+    """Returns a text for an error message: the limit of formats with several values in a byte, and the remedy."""
     limit = f"{wanted.values_per_byte} {wanted.stored_as} values share a byte and must fill it"
     return f"{limit}; {_remedy(stored, 'int8 or auto')}"
 
 
 def _remedy(stored: Scheme | None, of_floats: str) -> str:
-    """Returns what to do about a weight that a primitive does not take. ``of_floats`` is the remedy for stored floats.
+    """Returns the remedy for the error that a primitive does not take a weight. ``of_floats`` is the remedy for stored
+    floats.
 
     Stored integers keep their format and groups, so only floats can take their place.
     """

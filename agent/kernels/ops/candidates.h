@@ -15,7 +15,7 @@ struct CandidateArgs {
   const int64_t* ids;        // [parts, part_rows, count]: the ids of the tokens with these logits
   const float* sums;         // [parts, part_rows]: the sum of e^(x - largest x) over all logits x of the part
   const float* scaled_sums;  // like `sums`, but all x are divided by the temperature of the row
-  const float* best_values;  // [rows]: the raw logit of SampleArgs::best_ids; NaN if the row has a NaN
+  const float* best_values;  // [rows]: raw logits of the tokens SampleArgs::best_ids; NaN if the row has a NaN
   int64_t count;             // number of candidates of a row in each part; 0: there are no candidates
   int64_t parts, part_rows, part_size;
 };

@@ -1,5 +1,5 @@
-// Chooses experts by a softmax over all experts, and groups tokens by expert (experts.h). These are plain loops without
-// vector instructions, because their time is negligible compared to the experts' matrix products.
+// Chooses experts by a softmax over all experts, and groups tokens by expert (experts.h). The functions are plain loops
+// without vector instructions, because their time is negligible compared to the experts' matrix products.
 #include "experts.h"
 
 #include <algorithm>

@@ -6,7 +6,7 @@
 //                 0.5 * (1 + tanh(x)) = sigmoid(2x), and 1.5957691 = 2 * sqrt(2 / pi)
 //   kClampedSilu  g * sigmoid(1.702 g) * (u + 1), with g = min(gate, 7) and u = up clamped to -7 to 7   (gpt-oss)
 //
-// A NaN stays a NaN in each of them.
+// If an input is NaN, the result is NaN.
 #pragma once
 #include "swiglu.h"
 

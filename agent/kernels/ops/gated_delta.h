@@ -43,8 +43,8 @@ constexpr int kDeltaSaves = 2;  // maximum number of states that a run saves in 
 struct DeltaRun {
   int32_t first_token, tokens;
   int32_t read, write;  // numbers of states; read is -1 if the run begins with the sequence
-  // Saved states: the state number `to` receives the state after the run's first `after` tokens. Used elements come
-  // first, in ascending order of `after`. In an unused element, `after` is 0.
+  // Saved states: the state number `to` receives the state after the run's first `after` tokens. Used elements of the
+  // array come first, in ascending order of `after`. In an unused element, `after` is 0.
   struct {
     int32_t after, to;
   } saves[kDeltaSaves];
@@ -214,8 +214,8 @@ static inline void read_gates(const GatedDeltaArgs& args, int64_t head, int64_t 
 }
 
 // Runs the recurrence over `count` tokens for N * kLanes value columns, from number `column` on. The first token reads
-// the state `from`. Each token writes the state `to`, which the next token reads. Rows of both matrices are value_dim
-// floats apart.
+// the state `from`. Each token writes the state `to`, which the next token reads. Both are matrices, whose rows are
+// value_dim floats apart.
 template <int64_t N>
 static inline void recur_columns(const GatedDeltaArgs& args, const DeltaPiece& piece, int64_t count, int64_t column,
                                  const float* from, float* to) {

@@ -1,5 +1,5 @@
-// Chooses experts within the best groups of experts, as DeepSeek's routers do (grouped_routing.h). These are plain
-// loops without vector instructions, because their time is negligible compared to the experts' matrix products.
+// Chooses experts within the best groups of experts, as DeepSeek's routers do (grouped_routing.h). The functions are
+// plain loops without vector instructions, because their time is negligible compared to the experts' matrix products.
 #include "grouped_routing.h"
 
 #include <algorithm>

@@ -115,7 +115,8 @@ class Finishing {
   const float* sums_ = nullptr;
 };
 
-// Prepares the sums in tile T. Clears them for the first chunk of the depth. Later chunks continue the sums in memory.
+// Prepares tile T for adding products. For the first chunk of the depth, clears the tile. For a later chunk, loads the
+// sums of the earlier chunks from memory.
 template <int T>
 LLMK_INLINE void start_tile(bool first, const float* sums) {
   if (first) {
@@ -156,7 +157,7 @@ struct TiledForm {
   }
 
  private:
-  static constexpr int64_t kChunkUnits = 12;  // 24 KB of weights; a unit is one tile of both vectors of a half
+  static constexpr int64_t kChunkUnits = 12;  // 24 KB of weights; a unit is one tile of each of its two vectors
   static constexpr int64_t kBlockOfRows = 2 * kAmxRows;
 
   // The activations of up to 32 rows: rows 0 to 15 for the upper tile, rows 16 to 31 for the lower tile. `stride` is
@@ -167,7 +168,7 @@ struct TiledForm {
   };
 
   struct Chunk {
-    const uint8_t* weights;  // tiles of the half's first and second vector alternate
+    const uint8_t* weights;  // tiles of the first and of the second vector of half a panel, in turn
     int half;
     int64_t begin, end;  // range of units in the depth
     bool first, last;

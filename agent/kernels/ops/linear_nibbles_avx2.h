@@ -51,9 +51,9 @@ struct NibbleStep {
   static constexpr int64_t kSteps = 4;
   static constexpr int columns(int rows) { return rows == 1 ? 2 : 1; }
 
-  // Prefetches weights during one step. linear_tiles.h explains kLines: with 4, these are weights that this tile reads
-  // later. With 1 or 2, they are cache lines at `next`, for later tiles. Only the first pass of the loop calls this
-  // function, because the other passes read the same weights again.
+  // Prefetches weights during one step. linear_tiles.h explains kLines: if it is 4, these are weights that this tile
+  // reads later. If it is 1 or 2, they are cache lines at `next`, for later tiles. Only the first pass of the loop
+  // calls this function, because the other passes read the same weights again.
   template <int C, int kLines>
   LLMK_INLINE void fetch(const uint8_t* step, int64_t half_bytes, int v, const uint8_t* next) {
     if (kLines == 4) {

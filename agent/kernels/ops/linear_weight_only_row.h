@@ -4,7 +4,7 @@
 //
 // To get the same bits, the kernel adds in the order of a tile product. It divides the depth into ranges of 32. In a
 // range, it adds up the products of the even depths in order from zero, and separately the products of the odd depths.
-// Then it adds both to the sum of the element. Subnormal numbers count as zero.
+// Then it adds these two sums to the sum of the output element. Subnormal numbers count as zero.
 #pragma once
 #include <utility>
 

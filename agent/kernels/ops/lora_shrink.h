@@ -8,7 +8,7 @@ namespace llmk::LLMK_ARCH {
 
 // How far ahead of its loads shrink_group() prefetches A, in bytes. With one row per adapter, memory limits the speed.
 // An iteration reads one cache line of A and prefetches one. If A has floats instead of 16-bit values, an iteration
-// reads two lines and prefetches only the first of two.
+// reads two lines and prefetches only one.
 constexpr int64_t kShrinkAhead = 4096;
 
 // Multiplies R rows by one rank group: 16 rows of A. `x` has the activations as floats, with `depth` floats per row.
@@ -94,7 +94,7 @@ class AdapterFetch {
     }
   }
 
-  // Prefetches the next `lines` cache lines.
+  // Prefetches the next `lines` cache lines of the parts of B.
   void fetch(int64_t lines) {
     for (; count_ > 0 && lines > 0; --lines) {
       Part& part = parts_[count_ - 1];
@@ -104,7 +104,7 @@ class AdapterFetch {
     }
   }
 
-  // Prefetches all lines that are left.
+  // Prefetches all remaining cache lines of the parts of B.
   void fetch_all() {
     while (count_ > 0) fetch(kMost);
   }

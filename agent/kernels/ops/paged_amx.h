@@ -156,9 +156,9 @@ LLMK_INLINE void restore_sums(const float* from, int64_t stride, bool lower, int
   load_tile<3>(second + kLanes, stride * 4);
 }
 
-// Combines the two passes of Int8Form, which multiplies by the high bytes and by the low bytes of the rows. Tiles 0 and
-// 1 have the products of the high bytes, tiles 2 and 3 those of the low bytes. Calls emit(row, i, sums) for the vectors
-// i = 0 and 1 of each row.
+// Combines the sums of the two passes of Int8Form. One pass multiplies by the high bytes of the rows, the other by the
+// low bytes. Tiles 0 and 1 have the products of the high bytes, tiles 2 and 3 those of the low bytes. Calls emit(row,
+// i, sums) for the vectors i = 0 and 1 of each row.
 template <class P, class Emit>
 LLMK_INLINE void join_passes(int64_t rows, const int32_t* offsets, const Emit& emit) {
   alignas(64) Unit high[kAmxRows][2 * kLanes], low[kAmxRows][2 * kLanes];

@@ -326,7 +326,7 @@ struct BlockSource {
   const TaskMemory& memory;
   TilePanels* panels;
   int64_t head, heads;
-  // first: true if this is the first block that reads these keys.
+  // first: true if this is the first block of rows that reads the prepared keys.
   bool tiles, first;
   bool writes;        // the tasks write new keys and values to the cache
   TileFetch* fetch;   // null: no prefetches

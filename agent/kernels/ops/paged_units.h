@@ -65,8 +65,9 @@ LLMK_INLINE Vec coarse_power_of_two(Vec x) {
   return {_mm512_scalef_ps(p.v, clamped)};  // multiplies by 2^floor(x)
 }
 #elif defined(LLMK_VEC_AVX2)
-// The same function for AVX2. The last bits may differ, because r is rounded to nearest here and down in the AVX-512
-// version. The degree must be 4, because this polynomial is at least 1, so that no result is subnormal.
+// The version of coarse_power_of_two() for AVX2. The last bits may differ, because r is rounded to nearest here and
+// down in the AVX-512 version. The degree must be 4, because this polynomial is at least 1, so that no result is
+// subnormal.
 template <int kDegree>
 LLMK_INLINE Vec coarse_power_of_two(Vec x) {
   static_assert(kDegree == 4, "the polynomial of degree 3 is below 1 at 0");
@@ -185,8 +186,8 @@ struct FloatForm {
     *offset = 0;
   }
 
-  // Receives the softmax weights of a row and stores them, two groups of keys per call. If the values have scales,
-  // multiplies each weight by the scale of its value.
+  // Receives the softmax weights of a row and stores them. A call of put() stores the weights of two groups of keys,
+  // kLanes keys each. If the values have scales, multiplies each weight by the scale of its value.
   struct Weights {
     const float* value_scales;  // scales of the values [kPartition], or null
     Unit* out;

@@ -101,7 +101,8 @@ const ScratchVector<RankedRow::Ranked>& RankedRow::sorted(int bin) {
   return tokens;
 }
 
-// Adds bins in descending order of their logits. Sorts only one bin: the first for which keep_bin() returns false.
+// Adds bins to the prefix, in descending order of their logits. Sorts only one bin: the first for which keep_bin()
+// returns false.
 template <class KeepBin, class KeepToken>
 Prefix RankedRow::walk(const KeepBin& keep_bin, const KeepToken& keep_token) {
   Prefix prefix{0, 0};

@@ -47,8 +47,8 @@ void skip_row(const SampleArgs& args, int64_t row);
 void report_top(const SampleArgs& args, int64_t row, const Candidate* best, size_t count);
 void publish(const SampleArgs& args, int64_t row, int32_t id, float logit);
 
-// Writes the results of a row whose logits cannot be used. Its last token becomes 0, because the next step may have
-// been sent already and uses this token as input. No client sees the result of that step.
+// Writes the results of a row whose logits cannot be used. Sets the row's element of last_tokens to 0, because the next
+// step may have been sent already and uses this token as input. No client sees the result of that step.
 void publish_not_finite(const SampleArgs& args, int64_t row);
 
 }  // namespace llmk

@@ -27,8 +27,8 @@ _CORRECTION = ".e_score_correction_bias"
 """The last part of Hugging Face's name of the correction of DeepSeek's router."""
 _HALVES = ("ffn_gate_exps.weight", "ffn_up_exps.weight")
 _BOTH_HALVES = "ffn_gate_up_exps.weight"
-"""Last parts of tensor names. A file has the gates and the ups of all experts of a layer either in the two tensors
-``_HALVES``, or in one tensor, ``_BOTH_HALVES``.
+"""Last parts of tensor names. A file has the gate weights and the up weights of all experts of a layer either in the
+two tensors ``_HALVES``, or in one tensor, ``_BOTH_HALVES``.
 """
 _JOINED = (
     ("attn_q", "attn_q_a", "attn_k", "attn_v", "attn_kv_a_mqa"),
