@@ -56,7 +56,7 @@ def _log_to_stderr() -> None:
 
 
 def run_agent(make_runner: MakeRunner) -> int:
-    """Runs an agent process until its end. Returns an exit code only if the start fails early.
+    """Runs an agent process until its end. Returns an exit code only if the start fails before the threads start.
 
     After the threads have started, this function ends the process itself. ``make_runner`` takes long, because it
     imports MindSpore. The socket thread starts earlier, and replies to the server during this time.

@@ -105,7 +105,7 @@ class Exchange:
         collectives.publish(self._base + self._layout.ring_read_line(self._part.member), number + 1, 0, self._bell)
 
     def post_tokens(self, sampled: Int32Array, drawn: Int32Array) -> None:
-        """Publishes the tokens after a step, int32 [max_rows] each.
+        """Publishes two arrays of tokens after a step, each int32 [max_rows].
 
         ``sampled`` has the last token of every batch row. ``drawn`` has the tokens that the device has drawn in this
         step, and any number for all other batch rows. The agent that samples calls this once in each step, in the order
@@ -114,10 +114,11 @@ class Exchange:
         No agent misses a token, although this method waits for no agent:
 
         - An agent reads the last token of a batch row before it launches its part of a step with this batch row. The
-          next token of the row is sampled only after all parts have been computed. Until then, all places that are
-          written have the same token.
+          next token of the row is sampled only after all parts have been computed. Until then, every place in the
+          exchange that is written receives the same token for this row.
         - If the device has drawn tokens in a step, each agent reads the step's tokens before it launches the second
-          step after it. So only the tokens of the next step can be published before. They go to another place.
+          step after it. So only the tokens of the next step can be published before this read. They go to another place
+          in the exchange.
         """
         place = self._tokens[self._steps_sampled % TOKEN_PLACES]
         place[SAMPLED], place[DRAWN] = sampled, drawn

@@ -25,8 +25,8 @@ class ModelPart:
     whole: ModelShape
     sum_shards: tuple[Shard, ...] = ()
     """Usually empty. With ``parallel_config.sum_parts``, a single agent computes the same bits as a group of that
-    number of agents. Then this tuple has the parts of these agents. The agent adds the numbers of each sum in their
-    order.
+    number of agents. Then this tuple has the parts of these agents. The agent adds the terms of each sum in the order
+    of these parts.
     """
 
     pools: bool = False
@@ -83,7 +83,7 @@ class ModelPart:
 
     @property
     def vocab_stride(self) -> int:
-        """Number of vocabulary rows of each agent of the stage, including the padding of the last agent."""
+        """Number of vocabulary rows of each agent of the stage. Padding rows at the end of the vocabulary count."""
         return self.shard.vocab_stride if self.is_split else self.whole.vocab_size
 
     def narrow(self, config: Config) -> Config:

@@ -55,8 +55,8 @@ def adapter_places(part: ModelPart, *, equal_vocabularies: bool) -> dict[str, tu
 
     The keys are the names of the tensors. A tensor has a ``Place`` for each parameter that contains some of its rows.
     For example, the query weight of a hybrid model also has the rows of the output gate. A tensor without a place
-    belongs to another pipeline stage. With ``equal_vocabularies``, all agents have the same number of vocabulary rows,
-    and the last agent's rows are padded.
+    belongs to another pipeline stage. With ``equal_vocabularies``, all agents have the same number of vocabulary rows.
+    Rows of padding follow the end of the vocabulary.
     """
     specs = [spec for spec in weight_specs(part.whole) if _may_have_adapter(spec)]
     own = shard_specs(specs, part, equal_vocabularies=equal_vocabularies)

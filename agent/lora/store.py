@@ -65,7 +65,7 @@ class AdapterStore:
         equal_vocabularies: bool = False,
     ) -> None:
         """``dtype`` is the type of the matrices. With ``equal_vocabularies``, all agents have the same number of
-        vocabulary rows, and the last agent's rows are padded.
+        vocabulary rows. Rows of padding follow the end of the vocabulary.
 
         ``loaded`` has arrays [adapter slots], in which the store marks the slots in use: 1 for a slot with an adapter,
         otherwise 0.

@@ -1,9 +1,9 @@
 """Computes rotary positions with three dimensions: time, row and column (M-RoPE, arXiv:2409.12191, section 2.1).
 
 A text token has the same number in all three dimensions. All tokens of an image have the same time. Their other two
-numbers are this time plus the row, and this time plus the column. The first text token after an image has the largest
-number of the image plus one. So its rotary position is less than its position in the sequence. The difference is the
-token's shift, which the server sends with each step.
+numbers are this time plus the row, and this time plus the column. The number of the first text token after an image is
+the largest number in the positions of the image, plus one. So its rotary position is less than its position in the
+sequence. The difference is the token's shift, which the server sends with each step.
 """
 
 from __future__ import annotations

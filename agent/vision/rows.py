@@ -97,8 +97,8 @@ class ImageRows:
     def warm_up(self) -> None:
         """Encodes a tile of the smallest size, so that all code has run once.
 
-        If tiles can have any size, encoding the largest tile would take too long. The memory plan accounts for the
-        memory of the largest tile.
+        If tiles may have an arbitrary size, encoding the largest possible tile would take too long. The memory plan
+        accounts for the memory of the largest tile.
         """
         height = self._vision.image_size or self._vision.row_edge
         width = self._vision.image_size or self._vision.row_edge * self._smallest

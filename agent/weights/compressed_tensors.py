@@ -7,7 +7,7 @@ pack-quantized:  weight_packed     int32 [out, in * bits / 32]   Consecutive inp
                  weight_scale      float [out, groups]
                  weight_zero_point int32 [out * bits / 32, groups] (packed along the outputs) or int8 [out, groups]
                  weight_shape      int [2]: out, in
-                 weight_g_idx      int32 [in]
+                 weight_g_idx      int32 [in]: the group of each input
 
 If there are no groups, weight_scale has one scale for each row, [out] or [out, 1], or one scale for the whole tensor,
 [1].

@@ -111,7 +111,7 @@ def _stored_shape(place: StackedIn, part: WeightPart) -> tuple[int, ...]:
 
 
 def _rows_of_all(part: WeightPart) -> WeightPart:
-    """Returns the tensor of all experts as a matrix [experts x out, in]."""
+    """Returns the description of the tensor of all experts, reshaped to a matrix [experts x out, in]."""
     place = _place(part)
     return WeightPart(place.name, (place.experts * place.outputs, *part.shape[1:]))
 
@@ -120,7 +120,7 @@ def _span(place: StackedIn, part: WeightPart, cut: TensorCut | None) -> Span:
     """Returns the range of rows of the matrix [experts x out, in] that contains an expert's tensor, or its ``cut``.
 
     The range is from the first to the last output of the expert's tensor. If ``StackedIn.step`` is above 1, rows of
-    other tensors are between them, for example rows of up between rows of gate.
+    other tensors are between the rows of this range, for example rows of the up projection between rows of the gate.
     """
     rows = Span(0, part.shape[0]) if cut is None else cut.rows
     begin = place.expert * place.outputs + place.first

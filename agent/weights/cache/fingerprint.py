@@ -65,7 +65,7 @@ def _settings(config: Config, rank: int) -> dict[str, object]:
 
 
 def _source(config: Config) -> list[object]:
-    """Returns the name, size, time and a digest of each file of the model."""
+    """Returns the name, size, modification time and a digest of each file of the model."""
     path = config.model_config.model_path
     return [] if config.model_config.load_format == "dummy" or path is None else describe_files(Path(path))
 
