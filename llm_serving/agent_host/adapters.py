@@ -1,4 +1,5 @@
-"""Loads LoRA adapters into the agents of a node. Their bytes come from the cache of the node, or from the server.
+"""Loads LoRA adapters into the agents of a node. The bytes of the adapters come from the node's cache, or from the
+server.
 
 One thread reads the files of the cache, and another one writes them. So no step waits for a disk, and no load waits for
 a write. One adapter is loaded at a time.
@@ -34,7 +35,9 @@ CLOSE_WAIT_S = 1.0
 
 @dataclass(slots=True)
 class _Adapter:
-    """An adapter that the server wants the agents to have, until the node sends the agents the message to load it."""
+    """An adapter that the server wants the agents to load. The object exists until the node tells the agents to load
+    it.
+    """
 
     wanted: link.LoadAdapter
     memory: AdapterMemory | None = None
@@ -147,7 +150,9 @@ class NodeAdapters:
             self._ask_for_piece(adapter)
 
     def proceed(self) -> None:
-        """Continues after the cache has been searched: loads the adapter, or asks the server for its bytes."""
+        """Continues after a thread has searched the cache for the first adapter: loads the adapter, or asks the server
+        for its bytes.
+        """
         os.eventfd_read(self.descriptor)
         while self._prepared:
             adapter = self._prepared.popleft()

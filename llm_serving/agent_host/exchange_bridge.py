@@ -158,7 +158,7 @@ class ExchangeBridge:
         }
 
     def _keep(self, link: socket.socket) -> bool:
-        """Remembers a connection for ``close``. Returns False if this object is closed already."""
+        """Remembers a connection, so that ``close`` can end it. Returns False if this object is closed already."""
         with self._changed:
             if not self._is_closed:
                 self._links.add(link)

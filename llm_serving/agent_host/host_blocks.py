@@ -28,7 +28,7 @@ class NodeHostBlocks(Receiver):
     """Serves the host blocks of the present agents to the server, which must know ``secret``.
 
     Each start of agents has a new secret, so a connection that is meant for earlier agents is refused. Only the newest
-    connection may write. So a late write of a broken connection changes no block.
+    connection may write. So a late write from an older, broken connection changes no block.
     """
 
     MAGIC = wire.MAGIC

@@ -135,7 +135,7 @@ class AgentHost:
 
 
 def greet(channel: SecureChannel, host: str, *, is_busy: bool) -> bool:
-    """Replies to the server's first message. If the node does not serve this server, sends the reason and returns
+    """Replies to the first message of a server. If the node cannot serve this server, sends the reason and returns
     False.
 
     Raises OSError and ProtocolError.

@@ -111,7 +111,7 @@ class Preparation:
         Raises AgentStartError if the memory cannot be reserved.
         """
         self._thread.join()
-        self._cancel = None  # the transport now belongs to the caller, so ``close`` must not stop it
+        self._cancel = None  # the caller owns the transport from now on, so ``close`` must not stop it
         # The memory stays mapped as long as an object refers to it, so this object keeps no reference.
         result, self._result = self._result, "the memory was taken"
         if isinstance(result, AgentError):

@@ -1,4 +1,6 @@
-"""Serves one link of a node, from its handshake to its end. The agents of the link end with the link."""
+"""Serves one link (connection from a server to a node), from its handshake to its end. When the link ends, the agents
+that serve it end, too.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ _NEEDED = {
     link.LoadAdapter: "the agents have no adapter slots, or are not ready",
     link.AdapterPart: "the agents have no adapter slots",
 }
-"""For each kind of message with data: the error text if this node has no memory for the data."""
+"""For each kind of message that carries data: the error text if this node has no memory for the data."""
 _FORWARDED = (
     *(messages.Prefill, messages.Decode, messages.Move, messages.Masks, messages.Bias, messages.Abort),
     *(messages.Status, messages.ProfileStart, messages.ProfileStop),
@@ -81,7 +83,7 @@ class Session:
         self._share: link.Share | None = None
         self._part: GroupPart | None = None
         self._adapters: NodeAdapters | None = None
-        """The LoRA adapters. None before the start of the agents, and if they have no adapter slots."""
+        """Loads LoRA adapters. None before the start of the agents, and if the agents have no adapter slots."""
         self._tiles: NodeTiles | None = None
         """The tiles of images. None before the start of the agents, and if the model reads no images."""
         self._channel = channel
@@ -161,7 +163,7 @@ class Session:
 
     @property
     def _last_progress(self) -> float:
-        """The time of the last result of an agent, or of the last data of another node of the group."""
+        """The time at which the last result of an agent, or the last data of another node of the group, arrived."""
         return max(self._last_result, 0.0 if self.bridge is None else self.bridge.last_update)
 
     def _report_quiet(self, group: AgentGroup) -> None:
@@ -335,9 +337,11 @@ class Session:
             raise ProtocolError(f"the server sent {type(message).__name__}; {_NEEDED[type(message)]}")
 
     def _excuse_sleep(self) -> None:
-        """Notes that data of the server arrive now, if agents may sleep because masks of their step wait behind them.
+        """Notes that data from the server arrive now, if agents may sleep because the masks of their step wait behind
+        these data.
 
-        Agents wait at most ``MASK_TIMEOUT_S`` for masks. So data without end do not hide agents that hang.
+        Agents wait at most ``MASK_TIMEOUT_S`` for masks. So even an endless stream of data does not hide agents that
+        hang.
         """
         now = time.monotonic()
         if self._lacks_masks and now - self._last_progress < messages.MASK_TIMEOUT_S:
@@ -353,8 +357,8 @@ class Session:
         self._send(link.control(link.Progress(rank - first, stage, done, total)))
 
     def _forward(self, carried: Carried) -> None:
-        """Passes a message of the server to all agents. If the message announces a step or masks, first writes their
-        contents to the slot.
+        """Passes a message of the server to all agents. If the message announces a step or masks, first writes the
+        contents of the step or of the masks to the step's slot.
         """
         group = self._group
         if group is None or not group.is_ready:
@@ -430,9 +434,9 @@ class Session:
     def _pass_on(self, member: int, message: AgentMessage) -> None:
         """Sends an agent's message to the server.
 
-        The results of a step go with the reply of the node's last agent, because each agent may still mark a damaged
-        block in them. Only the node whose agent writes the results sends them. After a step that only moves blocks, the
-        results consist of these marks, so every node sends them.
+        The results of a step are sent with the last reply that the node's agents give for this step. Until then, each
+        agent may mark a damaged block in the results. Only the node whose agent writes the results sends them. After a
+        step that only moves blocks, the results consist of these marks, so every node sends them.
         """
         contents = b""
         if isinstance(message, _ANSWERS):

@@ -28,7 +28,7 @@ class NodeSettings:
 
 
 def config_of_node(config: Config, settings: NodeSettings) -> Config:
-    """Returns the config for the agents on this node, which are all agents of one replica or some of them.
+    """Returns the config for the agents on this node, which runs all agents of one replica or some of them.
 
     It is the server's config, with the paths and devices of this machine.
     """

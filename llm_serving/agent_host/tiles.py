@@ -11,7 +11,9 @@ from llm_serving.ipc.tile_memory import TileLayout, TileMemory
 
 
 class NodeTiles:
-    """The node's copy of the server's tiles. Tiles have the same indices in both. The node's agents map ``memory``."""
+    """The node's copy of the server's tiles. A tile has the same index in the copy as on the server. The node's agents
+    map ``memory``.
+    """
 
     def __init__(self, memory: TileMemory) -> None:
         self.memory = memory

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 class NodePools:
-    """The hand-over pools of replicas on nodes. The pool of a replica exists as long as the agents of the replica."""
+    """The hand-over pools of replicas on nodes. The pool of a replica exists as long as the agents of the replica run.
+    """
 
     is_shared = False
 

@@ -57,7 +57,7 @@ class SecureChannel:
 
     @property
     def events(self) -> int:
-        """The events that a selector must wait for, as in the module ``selectors``."""
+        """The events for which a selector must wait, as a mask of the constants ``EVENT_READ`` and ``EVENT_WRITE``."""
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
 
     def send(self, payload: bytes) -> None:

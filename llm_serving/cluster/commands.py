@@ -43,8 +43,8 @@ class ClusterCommandError(LLMServingError):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs one of the commands. Returns the exit code: 0, 2 for wrong usage, or 1 if the server cannot be reached or
-    refuses.
+    """Runs one of the commands of ``llm-serving cluster``. Returns the exit code: 0, 2 for wrong usage, or 1 if the
+    server cannot be reached or refuses.
     """
     arguments = list(argv)
     if arguments[:1] == ["host"]:

@@ -76,7 +76,9 @@ class LinkMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
 
 
 class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The versions of a program and the digest of its code. They must be equal at both ends of a link."""
+    """The versions of a program and the digest of its code. The programs at both ends of a link must have equal
+    versions and digests.
+    """
 
     version: ShortText
     """Version of the package."""
@@ -109,7 +111,8 @@ class Welcome(LinkMessage, frozen=True, tag="welcome"):
 
 
 class Refused(LinkMessage, frozen=True, tag="refused"):
-    """Node to server: the node does not serve this server. ``reason`` names the difference or the problem.
+    """Node to server: the node does not serve this server. ``reason`` names the difference between the programs, or the
+    problem.
 
     ``is_busy``: the node serves another link, so it may be free later.
     """

@@ -26,8 +26,8 @@ MAX_NODES = 256
 RETRY_S = 0.25
 """Seconds between the first two attempts to connect to a node. The time doubles with each attempt."""
 LONGEST_RETRY_S = 5.0
-"""Maximum seconds between two attempts to connect to a node. The time begins at ``RETRY_S`` and doubles with each
-attempt.
+"""Maximum seconds between two attempts to connect to a node. The first wait is ``RETRY_S`` seconds, and each further
+wait is twice as long.
 """
 FAILURES_OF_A_LOSS = 2
 """Number of consecutive failed attempts to connect after which ``NodePool.on_loss`` is called."""
@@ -77,7 +77,7 @@ class Node:
         self.address = address
         self.state = NodeState.CONNECTING
         self.reason = ""
-        """The reason why the node is down or refused."""
+        """The reason why the node cannot be reached (``DOWN``) or is refused (``REFUSED``)."""
         self.channel: SecureChannel | None = None
         self.welcome: Welcome | None = None
         self.replica: int | None = None
@@ -85,7 +85,7 @@ class Node:
         """The time at which the requests of a draining node move to other nodes, by ``time.monotonic``."""
         self.is_removed = False
         self.num_losses = 0
-        """Number of times that the link or the agents were lost."""
+        """Number of times that the link to the node, or its agents, were lost."""
 
     def describe(self) -> dict[str, object]:
         """Returns name, address, state and other fields of the node for ``GET /v1/cluster``."""

@@ -64,7 +64,7 @@ class RemotePart:
 
 
 def new_slots(config: Config) -> list[StepSlot]:
-    """Returns step slots in the memory of this process."""
+    """Returns new step slots in the memory of this process."""
     layout = SlotLayout.of(config.slot_limits())
     return [StepSlot(layout, bytearray(layout.slot_bytes)) for _ in range(NUM_SLOTS)]
 
@@ -107,7 +107,7 @@ class RemoteGroup:
         self.started_at = time.monotonic()
         self.is_ready = self._is_closed = False
         self.is_quiet = False
-        """True if the agents have steps, but hang or only wait for agents on other nodes."""
+        """True if the agents have steps, but all of them sleep: they hang, or they wait for agents on other nodes."""
         self._unanswered: dict[int, int] = {}
         """For each step slot in use: the number of agents that have not replied to its step yet."""
         self._answering = answering - ranks.start if self.answers else 0
@@ -161,7 +161,8 @@ class RemoteGroup:
 
     @property
     def summary(self) -> dict[str, object]:
-        """Facts for the log: the sampling agent's report, the name of the node, and with several agents their number.
+        """Values for the log: the summary of the agent that samples, the name of the node and, with several agents, the
+        number of agents.
         """
         size = {"agents": len(self.members)} if len(self.members) > 1 else {}
         return {**self.members[self._answering].summary, **size, "node": self._node.name}

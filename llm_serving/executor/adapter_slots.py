@@ -11,7 +11,7 @@ from llm_serving.ipc import messages
 from llm_serving.ipc.adapters import AdapterMemory
 
 Sent = tuple[messages.AdapterLoad, AdapterMemory]
-"""A message for all agents, and the memory with its adapter."""
+"""A message for all agents, and the memory with the adapter that the message names."""
 
 
 @dataclass(slots=True)

@@ -90,7 +90,9 @@ class AgentExecutor:
         self._control_seq = 0
         self._distrusted: SelfCheckError | None = None
         self._profile_seq = 0
-        """Number of the newest message about a profile. Replies to earlier messages are ignored."""
+        """Number of the newest message to the agents about a profile. Replies to earlier messages about profiles are
+        ignored.
+        """
         self._profiled: dict[int, dict[str, object]] = {}
         self._restarts = Restarts(config.serving_config.agent_restart_limit, from_the_start=start_group is not None)
         addresses = ["{}:{}".format(*listener.getsockname()[:2]) for listener in listeners]
@@ -192,7 +194,7 @@ class AgentExecutor:
         if pause_s:
             self._steps.discount(pause_s)
             self._start_pause_s += pause_s
-            ready = self._selector.select(0)  # a wait that SIGCONT interrupts returns no sources
+            ready = self._selector.select(0)  # if SIGCONT interrupts a wait, the wait returns no sources
         return ready
 
     def release(self) -> None:

@@ -67,7 +67,7 @@ class AgentGroup:
         self._min_sleep_s = min_sleep_s
         self._first_rank = ranks.start
         self._may_sleep = config.device != "CPU"
-        """True if all agents of this machine may sleep in a step, until a device is done."""
+        """True if all agents of this machine may sleep during a step, until a device has completed its work."""
         self._waits_for_others = part is not None
         answering = answering_rank(replica, config.parallel_config)
         self.answers = answering in ranks
@@ -113,7 +113,8 @@ class AgentGroup:
     def sources(self) -> list[Source]:
         """Returns two sources for each agent: its connection, and a descriptor that becomes readable at its exit.
 
-        If this machine runs the scheduler process of the MindSpore cluster, its exit descriptor is the last source.
+        If this machine runs the scheduler process of the MindSpore cluster, the exit descriptor of this process is the
+        last source.
         """
         sources: list[Source] = []
         for member, link in enumerate(self.links):
@@ -125,7 +126,9 @@ class AgentGroup:
 
     @property
     def summary(self) -> dict[str, object]:
-        """Facts for the log, as the agent that samples has reported them. With several agents, also their number."""
+        """Values for the log, which the agent that samples has reported. With several agents, also the number of
+        agents.
+        """
         size = {"agents": len(self.links)} if len(self.links) > 1 else {}
         return {**self.links[self._answering].summary, **size}
 

@@ -164,7 +164,7 @@ class AgentLink:
             raise self._lost("its process ended")
 
     def close(self) -> None:
-        """Ends the process, waits until it has ended, and frees the resources of this run."""
+        """Ends the process, waits until it has ended, and frees the resources of this object."""
         self.channel.close()
         self.process.close()
 

@@ -36,9 +36,9 @@ class Restarts:
     def __init__(self, limit: int | None, *, from_the_start: bool = False) -> None:
         self._limit = limit
         self.count = 0
-        """Number of all restarts."""
+        """Number of restarts since the server started."""
         self.in_a_row = 0
-        """Number of restarts since the group was last stable."""
+        """Number of restarts since a group was last ready for ``STABLE_AFTER_S`` seconds."""
         self.due_at: float | None = None
         """The time at which the agents must be started again. None while they run, and after they were given up."""
         self.is_given_up = False

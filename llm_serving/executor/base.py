@@ -50,7 +50,7 @@ class AgentLost:
     step: int | None = None
     """Number of the step that failed the self-check, or None."""
     is_drained: bool = False
-    """True if the machine of the agents was drained, and their requests did not end in time."""
+    """True if the agents' machine was drained, and the requests on these agents did not end in time."""
 
     @property
     def is_blameless(self) -> bool:

@@ -22,7 +22,8 @@ class HasDescriptor(Protocol):
 
 
 Source = tuple[HasDescriptor | int, Callable[[], Received]]
-"""A descriptor, and a function to call when it is readable, which returns the messages.
+"""A pair: a descriptor, and a function that returns the messages. The function must be called when the descriptor is
+readable.
 
 The function raises AgentError if an agent or the connection to it is lost.
 """
@@ -113,7 +114,9 @@ class Group(Protocol):
         """
 
     def describe_loss(self, noticed: AgentError) -> AgentError:
-        """Returns the error ``noticed`` with additional facts about the loss, if this group knows any."""
+        """Returns the error ``noticed``. If this group knows more about the loss, the text of the error also states
+        this.
+        """
 
     def kill(self) -> None:
         """Kills all agents without waiting. The caller must call ``close`` later."""

@@ -23,7 +23,9 @@ from llm_serving.executor.agent_process import ModuleProcess, describe_exit
 
 SCHEDULER_MODULE = "agent.group.cluster_scheduler"
 _CHOOSES_ADDRESS = {"HCCL_IF_IP", "HCCL_SOCKET_IFNAME"}
-"""Environment variables with which an operator chooses the network of HCCL. If one is set, this module sets neither."""
+"""The two environment variables with which an operator chooses the network of HCCL. If one of them is set, this module
+sets neither of them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class GroupPart:
     members: range
     """Numbers of this machine's agents in the group."""
     own_host: str
-    """The IP address of this machine that the other machines reach."""
+    """The IP address at which the other machines reach this machine."""
     scheduler: tuple[str, int] | None = None
     """IP address and port of the cluster's scheduler, through which the agents find each other. None on a CPU."""
     reserved: socket.socket | None = None
@@ -55,7 +57,8 @@ class ClusterPlace:
 
     @classmethod
     def on_this_machine(cls, host: str, num_agents: int, timeout_s: float) -> ClusterPlace:
-        """Returns a place with a port that is free now. ``host`` is a loopback address."""
+        """Returns the place of a cluster on this machine, with a port that is free now. ``host`` is a loopback address.
+        """
         host = "127.0.0.1" if host == "localhost" else host  # MindSpore accepts IP addresses, but no host names
         with reserve_port(host) as reserved:
             return cls(host, reserved.getsockname()[1], num_agents, timeout_s)

@@ -7,7 +7,9 @@ correction, all deadlines would be over after the pause, although this process h
 from __future__ import annotations
 
 COUNTED_S = 1.0
-"""Maximum seconds between two calls of ``PauseWatch.look`` that count as running. Any further time is a pause."""
+"""Maximum seconds between two calls of ``PauseWatch.look`` that count as time in which this process ran. Any time
+beyond this maximum counts as a pause.
+"""
 
 
 class PauseWatch:

@@ -32,18 +32,22 @@ class StepForecast:
 
     The cost model gives each prompt token the same time. But a token late in a prompt attends to more earlier tokens,
     and takes longer. So the time of the prompt tokens is multiplied by a ratio, unless the ratio is below 1. The ratio
-    is the mean number of tokens to which a prompt token of this step attends, divided by the mean of the learnt steps.
-    The result is an upper bound, because the time of a prompt token cannot grow faster than the number of tokens to
-    which it attends.
+    is the mean number of tokens to which a prompt token of this step attends, divided by the same mean over the learnt
+    steps. The result is an upper bound, because the time of a prompt token cannot grow faster than the number of tokens
+    to which it attends.
     """
 
     def __init__(self) -> None:
         self._model = StepCostModel()
         self._num_results = 0
         self._largest: _Sizes = (0.0, 0.0, 0.0, 0.0)
-        """The largest size of each kind among the steps from which the cost model has computed its coefficients."""
+        """For each of the four sizes, the largest value among the steps from which the cost model has computed its
+        coefficients.
+        """
         self._new_largest: _Sizes = self._largest
-        """The largest size of each kind among all learnt steps, also those that the coefficients do not include yet."""
+        """For each of the four sizes, the largest value among all learnt steps. The coefficients may not include all of
+        these steps yet.
+        """
         self._reach = _LearntReach()
         self.longest_s = 0.0
         """Longest time of a step so far."""
@@ -65,7 +69,9 @@ class StepForecast:
             self._largest = self._new_largest
 
     def seconds(self, slots: Iterable[StepSlot]) -> float | None:
-        """Returns the predicted time of the longest step in ``slots``, or None if one of them cannot be predicted."""
+        """Returns the predicted time in seconds of the longest step in ``slots``, or None if the time of one of the
+        steps cannot be predicted.
+        """
         longest = 0.0
         for slot in slots:
             if not self._model.is_known or _is_special(slot):

@@ -79,7 +79,9 @@ class StepSlots:
         self.slot_of: dict[int, int] = {}
         """The slot of each step in flight, by the number of the step."""
         self.last_result = 0.0
-        """Time of the last result, or of the first step after an idle period, by ``time.monotonic``."""
+        """Time at which the last result arrived, or at which the first step after an idle period was sent, by
+        ``time.monotonic``.
+        """
         self._pause_s = 0.0
         """Seconds since ``last_result`` for which this process was paused."""
         self.join = StepJoin(len(ranks), ranks.start) if len(ranks) > 1 else None
@@ -96,7 +98,7 @@ class StepSlots:
             name: np.zeros(num_rows, dtype) for name, dtype in _SAMPLING_COLUMNS.items()
         }
         self._unsent_biases: set[int] = set()
-        """Batch rows of sequences with a logit bias that the agents do not have yet."""
+        """Batch rows of sequences whose logit bias the agents do not have yet."""
         self._batch: _Batch | None = None
         self._check_interval = check_interval
         self._num_decodes = 0

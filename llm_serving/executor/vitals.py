@@ -69,7 +69,7 @@ class Vitals:
         self._stopped_since: float | None = None
         self._asleep_since: float | None = None
         self._seconds_before: dict[int, float] = {}
-        """Processor time of each thread when it was first seen during the step, by the thread's id."""
+        """Processor time that each thread had used when it was first seen during the step, by the thread's id."""
 
     def next_look(self, last_result: float) -> float:
         """Returns the time of the next call of ``look``.

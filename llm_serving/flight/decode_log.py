@@ -20,8 +20,8 @@ from llm_serving.ipc.shm import NOT_FINITE
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
 
 REFUSED, LOGGED, DUE = range(3)
-"""Values that ``DecodeLog.end`` returns. REFUSED: the iteration is not undisturbed decoding, and was not added to the
-log. LOGGED: it was added. DUE: it was added, and the caller should call ``take`` now.
+"""Values that ``DecodeLog.end`` returns. REFUSED: the loop iteration was not undisturbed and was not added to the log.
+LOGGED: the iteration was added. DUE: the iteration was added, and the caller should call ``take`` now.
 """
 
 _NO_TOKEN = -1
@@ -46,7 +46,9 @@ class DecodeRun:
     times: list[float] = field(default_factory=list)
     """Time of each iteration, in seconds."""
     times_us: list[tuple[int, int, int]] = field(default_factory=list)
-    """Times of each result in microseconds: in the agent's queue, in the graph, in the sampler."""
+    """For each result: the time that its step spent in the agent's queue, in the graph and in the sampler, in
+    microseconds.
+    """
     growths: list[Growth] = field(default_factory=list)
     """The blocks that steps of the run appended to block tables."""
     counts: list[tuple[int, Counts]] = field(default_factory=list)
@@ -56,8 +58,8 @@ class DecodeRun:
     pseudonyms.
     """
     irregular: list[tuple[int, int, int, bool]] = field(default_factory=list)
-    """The iterations that do not consist of exactly one result, one step and an end. Each entry is (index of the
-    iteration, number of results, number of steps, whether the iteration ended).
+    """The iterations that do not consist of exactly one result, one scheduled step and an end. Each entry is (index of
+    the iteration, number of results, number of steps, whether the iteration ended).
     """
 
 

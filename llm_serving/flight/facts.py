@@ -1,4 +1,5 @@
-"""Selects the facts about requests and results that a flight recording keeps. They contain no text and no token id.
+"""Selects the values of requests and results that a flight recording keeps. These values contain no text and no token
+id.
 
 For a request: lengths, times, priorities and the sampling parameters that differ from their defaults. For a result:
 which sequences ended their requests, and the device's times. Token ids, stop strings and error texts are never
@@ -134,10 +135,10 @@ def make_result(
     """Creates a result for a replay. For the scheduler, it is equivalent to the recorded result.
 
     ``do_sample`` states for each sequence of the step whether the step samples its next token. ``ends`` are the indices
-    of the sequences that ended. ``rejected`` are the indices of the tokens that do not count because of a wrong draft.
-    ``bad_moves`` are the indices of the block moves that failed. A recording has no tokens, so the result has the
-    pseudonyms ``names``. If ``names`` is None, it has ``ENDING_TOKEN`` for a token that ended a request, and
-    ``PLAIN_TOKEN`` for any other.
+    of the sequences whose token ended the request. ``rejected`` are the indices of the sampled tokens that do not count
+    because a draft before them was wrong. ``bad_moves`` are the indices of the block moves that failed. A recording has
+    no tokens, so the result has the pseudonyms ``names`` instead of token ids. If ``names`` is None, it has
+    ``ENDING_TOKEN`` for a token that ended a request, and ``PLAIN_TOKEN`` for any other.
     """
     result = StepResult(seq, bad_moves=list(bad_moves), queue_us=times[0], graph_us=times[1], sample_us=times[2])
     signs, num_logits, num_sums = do_sample, len(do_sample), len(do_sample)

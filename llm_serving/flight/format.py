@@ -83,10 +83,10 @@ class Tag(enum.IntEnum):
     RAISED = 9
     """A call that raised an unexpected error. Fields: tag of the call, name of the error."""
     PLACE = 10
-    """A call of ``place_request`` by a router. Fields: those of ``ADD``, with the pseudonyms of prompt and output; then
-    arrival index and number of output tokens. If prefill and decode have separate replicas, two more fields may follow.
-    The first states whether the request leaves this replica after its prompt. The second has the blocks of the
-    hand-over pool that contain its keys and values, or None.
+    """A call of ``place_request`` by a router. Fields: first those of ``ADD``, but with the pseudonyms of prompt and
+    output. Then the arrival index and the number of output tokens. If prefill and decode have separate replicas, two
+    more fields may follow. The first states whether the request leaves this replica after its prompt. The second has
+    the blocks of the hand-over pool that contain its keys and values, or None.
     """
     RELEASE = 11
     """A call of ``release_requests``. Fields: numbers of the waiting requests that moved to another replica."""
@@ -102,7 +102,8 @@ class Tag(enum.IntEnum):
     GRANT = 16
     """A call of ``grant_hand_over``. Fields: number of the request?, blocks of the hand-over pool."""
     DISTRUST = 17
-    """A call of ``distrust_blocks``. Field: whether sequences with blocks of other replicas are computed again."""
+    """A call of ``distrust_blocks``. Field: whether sequences that use blocks from other replicas are computed again.
+    """
     DECODING = 12
     """Several loop iterations in which the same batch decoded (``decode_log.py``). Fields: encoded steps, number of the
     first completed step, times, queue_us, graph_us, sample_us, counts, output pseudonyms?, irregular iterations.

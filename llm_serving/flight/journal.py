@@ -28,7 +28,9 @@ _TIME, _SCHEDULE, _UPDATE, _DECODING = int(Tag.TIME), int(Tag.SCHEDULE), int(Tag
 WRITE_INTERVAL_S = 0.5
 """Maximum time in seconds between writes while steps are in flight."""
 _NOW = -math.inf
-"""Value of ``_due`` that makes the journal write its records at the end of the present loop iteration."""
+"""Value of ``_due`` (the time of the next write) that makes the journal write its records at the end of the present
+loop iteration.
+"""
 _MAX_ITERATIONS = 1024
 """Maximum number of loop iterations in one record of undisturbed decoding."""
 _MAX_ENDED = 32
@@ -166,11 +168,11 @@ class Journal:
         return self._requests.add(request, refused=refused)
 
     def number_of(self, request: Request) -> int:
-        """Returns the recorded number of a request that has not been forgotten."""
+        """Returns the number under which a request is recorded. The request must not have been forgotten."""
         return self._requests.number_of(request)
 
     def find(self, request_id: str) -> int | None:
-        """Returns the recorded number of a request, or None for an unknown id."""
+        """Returns the number under which the request with this id is recorded, or None for an unknown id."""
         return self._requests.find(request_id)
 
     def release(self, request_ids: list[str]) -> None:
@@ -216,7 +218,7 @@ class Journal:
         self._segments.close()
 
     def _begin_segment(self) -> None:
-        """Starts a segment, and forgets the earlier steps.
+        """Starts a segment, and forgets the steps that were recorded before.
 
         The records of a segment must not refer to steps in other segments.
         """

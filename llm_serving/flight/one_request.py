@@ -1,4 +1,5 @@
-"""The timeline of one request from a flight recording: its phases in order, its prompt chunks, its decode steps.
+"""Computes the timeline of one request from a flight recording: its phases in order, its prompt chunks and its decode
+steps.
 
 ``python -m llm_serving.flight.one_request FOLDER REQUEST_ID`` prints the timeline as JSON, or ``null`` if the recording
 does not have the request. The server runs this program as a separate process. A recording may have 64 MiB, and decoding
@@ -63,7 +64,8 @@ def find_timeline(folder: Path, request_id: str) -> dict[str, Any] | None:
 
 
 def _lanes(folder: Path, request_id: str) -> Iterator[tuple[Timeline, Lane]]:
-    """Yields each timeline that has the request, with its part about the request (``Lane``).
+    """Yields each timeline that contains the request, together with the part of the timeline about the request
+    (``Lane``).
 
     Decodes only the segments whose bytes contain the id. The header of each segment names all requests that the
     scheduler had at its start, so no segment of the request is missed.

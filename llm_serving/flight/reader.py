@@ -26,7 +26,9 @@ class Added:
     """A recorded call of ``Scheduler.add_request``, or of ``place_request`` if it has an ``arrival_index``."""
 
     now: float
-    """Engine time in seconds. If the call itself has no time, the time of the latest call that has one."""
+    """Engine time of the call in seconds. If the call has no recorded time, the time of the latest call before it that
+    has one.
+    """
     number: int
     facts: dict[str, Any]
     """Lengths, times and parameters of the request: the map that ``facts.request_facts`` returned."""
@@ -134,7 +136,7 @@ class Completed:
     rejected: list[int] = field(default_factory=list)
     """Indices of the step's sampled tokens that do not count, because a draft before them was wrong."""
     bad_moves: list[int] = field(default_factory=list)
-    """Indices of the step's moves from the hand-over pool that found a wrong or damaged block."""
+    """Indices of the step's block moves that found a wrong or damaged block in the hand-over pool."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,6 @@
-"""The requests of a flight recording: their numbers, the tokens that end them, and the pseudonyms of their tokens."""
+"""Keeps the data of the requests in a flight recording: their numbers, the tokens that end them, and the pseudonyms of
+their tokens.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,8 @@ class TokenNames:
     def take(self, updates: list[RequestUpdate], num_sampled: int) -> list[int]:
         """Computes the pseudonyms of the tokens in a step's result.
 
-        Returns one pseudonym for each of the ``num_sampled`` token ids in the result. A token that no request received
-        (no update has it) gets ``PLAIN_TOKEN``.
+        Returns one pseudonym for each of the ``num_sampled`` token ids in the result. ``PLAIN_TOKEN`` replaces each
+        token that no request received, so that no update contains it.
         """
         step_names, chains = [PLAIN_TOKEN] * num_sampled, self._chains
         for update in updates:
@@ -105,7 +107,7 @@ class KnownRequests:
         return number, None if self.names is None else self.names.add(request)
 
     def number_of(self, request: Request) -> int:
-        """Returns the recorded number of a request that has not been forgotten."""
+        """Returns the number under which a request is recorded. The request must not have been forgotten."""
         return self._requests[request.request_id][0]
 
     def find(self, request_id: str) -> int | None:

@@ -1,4 +1,6 @@
-"""Divides a flight recording into segments (files): decides when a segment ends, and writes the start of the next."""
+"""Divides a flight recording into segments (files): decides when a segment ends, and writes the start of the next
+segment.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,9 @@ from llm_serving.scheduler.scheduler import Scheduler
 PAUSE_S = 60.0
 """Seconds between a failed write and the next attempt."""
 _FRAME_BYTES = 4096
-"""A segment counts as full if less than this number of bytes is free, or less than twice the size of its largest frame.
-When the scheduler is idle, a segment ends early, as soon as it is more than three quarters full. The next segment then
-begins with a small state.
+"""A segment counts as full if the number of its free bytes is below this number, or below twice the size of its largest
+frame. When the scheduler is idle, a segment ends early, as soon as it is more than three quarters full. The next
+segment then begins with a small state.
 """
 _SEGMENT_STATES = 4
 """Minimum size of a segment, as a multiple of the scheduler's state at its beginning."""
@@ -75,7 +77,7 @@ class SegmentWriter:
     def begin(self, now: float, numbers: dict[str, int]) -> None:
         """Starts the next segment at engine time ``now``.
 
-        ``numbers`` maps request ids to the recorded numbers of the requests.
+        ``numbers`` maps request ids to the numbers under which the requests are recorded.
         """
         header = replace(
             self._header,

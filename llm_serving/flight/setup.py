@@ -30,7 +30,9 @@ RECORDED_CODE = (
     *("scheduler/*.py", "admission/*.py", "block_moves/*.py", "block_supply/*.py", "policies/*.py", "step_costs/*.py"),
     *("waiting/*.py", "kvcache/*.py", "request.py", "telemetry/receipt.py"),
 )
-"""The files that decide what the scheduler does, as patterns below ``llm_serving``. A recording has their digest."""
+"""The source files that decide what the scheduler does, as file patterns relative to ``llm_serving``. A recording
+contains a digest of these files.
+"""
 
 
 def recorder_of(

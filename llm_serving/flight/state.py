@@ -1,9 +1,9 @@
 """Removes tokens and texts from a snapshot of the scheduler, so that a recording contains neither.
 
 If the prefix cache is on, pseudonyms replace the tokens. A pseudonym depends on all tokens before it. So the pseudonyms
-of a cached block can be computed only if its parent block (the block before it) is cached, too. Otherwise zeros replace
-the block's tokens. These tokens are not needed, because no request can find a block without its parent. If the prefix
-cache is off, a recording has only the number of tokens.
+of a cached block can be computed only if its parent block (the block before it in the sequence) is cached, too.
+Otherwise zeros replace the block's tokens. These tokens are not needed, because no request can find a block without its
+parent. If the prefix cache is off, a recording has only the number of tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ReplayCodec:
         self._keeps_tokens = keeps_tokens
 
     def save_request(self, request: Request) -> list[Any]:
-        """Returns ``[facts, status, number of output tokens, tokens]``.
+        """Returns ``[map of request_facts, status, number of output tokens, tokens]``.
 
         The last entry is None if tokens are not saved.
         """

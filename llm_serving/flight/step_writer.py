@@ -35,7 +35,9 @@ class _Last:
     reason: StepReason
     reason_name: str
     is_plain: bool
-    """True if every sequence of the step has one token and samples, and the step has no drafts."""
+    """True if the step computes one token of every sequence, samples the next token of every sequence, and has no
+    drafts.
+    """
 
 
 class StepWriter:
@@ -82,7 +84,8 @@ class StepWriter:
         if last is None or not _same_batch(step, last):
             return self._new_batch(step, number_of, table_lens)
         tables, starts, positions = step.block_tables, step.starts, step.sample_positions
-        # Differences are compared instead of sums, because Python does not allocate objects for small integers.
+        # Compares the small differences ``start - last start`` instead of large sums, because Python allocates no
+        # objects for small integers.
         goes_on = list(map(sub, starts, last.starts)) == last.query_lens
         samples_next = list(map(sub, positions, last.sample_positions)).count(1) == len(positions)
         blocks: list[object] = []

@@ -73,7 +73,7 @@ class Lane:
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
     """A step with its start and end on the device, in seconds of the engine's clock. The end is the time at which the
-    result arrived. The start is the end minus the times of graph and sampler.
+    result arrived. The start is the end minus the time that the step spent in the graph and in the sampler.
     """
 
     step: RecordedStep
@@ -85,7 +85,7 @@ class DeviceStep:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Numbers of running requests, waiting requests and free blocks at one time."""
+    """Numbers of running requests, waiting requests and free blocks at one moment."""
 
     time: float
     running: int

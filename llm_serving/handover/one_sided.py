@@ -92,7 +92,7 @@ class OneSidedCarrier:
         sources = np.frombuffer(receive(link, 4 * count), "<u4").tolist()
         headers = [np.frombuffer(receive(link, count * pool.headers.shape[1]), np.uint8) for pool in pools]
         for pool in pools:
-            pool.headers[list(destinations)] = 0  # no agent may read a block with half of its new content
+            pool.headers[list(destinations)] = 0  # no agent may read a block with only a part of its new content
         piece = _blocks_of_a_piece(pools)
         for begin in range(0, count, piece):
             part = slice(begin, min(begin + piece, count))

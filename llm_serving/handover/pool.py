@@ -1,4 +1,5 @@
-"""Allocates the blocks of the hand-over pool. For each block in use, records its hand-over and its expected content.
+"""Allocates the blocks of the hand-over pool. For each block in use, records the hand-over that uses it and the content
+that it must have.
 
 The memory itself belongs to the agents, so this module handles only block numbers. If replicas are on several machines,
 each machine has a pool. A hand-over then holds the blocks with the same numbers in all pools.

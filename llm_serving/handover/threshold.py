@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 
 FIRST_TOKENS = 256
-"""The threshold in tokens while the times of prefills and hand-overs are unknown."""
+"""The threshold in tokens while it is not known how long prefills and hand-overs take."""
 PROBE_INTERVAL = 64
-"""If hand-overs are slower than prefills, one of ``PROBE_INTERVAL`` long prompts is still handed over, to measure the
-times again.
+"""If hand-overs are slower than prefills, one in every ``PROBE_INTERVAL`` long prompts is still handed over, to measure
+both times again.
 """
 FAILURES = 3
 """After this number of consecutive failed transfers, ``tokens`` returns None: no prompt should be handed over.

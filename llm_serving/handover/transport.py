@@ -139,7 +139,7 @@ class FramedCarrier:
     def take(self, link: socket.socket, pools: Sequence[Pool], destinations: Sequence[int]) -> None:
         for destination in destinations:
             for pool in pools:
-                pool.headers[destination] = 0  # no agent may read a block with half of its new content
+                pool.headers[destination] = 0  # no agent may read a block with only a part of its new content
                 header = receive(link, pool.headers.shape[1])
                 receive_into(link, pool.blocks[destination].data)
                 pool.headers[destination] = np.frombuffer(header, np.uint8)

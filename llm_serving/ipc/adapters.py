@@ -115,11 +115,11 @@ class AdapterMemory(NamedSegment):
         return self._digest
 
     def read(self, begin: int, num_bytes: int) -> bytes:
-        """Returns a part of the content."""
+        """Returns ``num_bytes`` bytes of the content, from byte ``begin`` on."""
         return self._mapping[begin : begin + num_bytes]
 
     def write(self, begin: int, data: bytes) -> None:
-        """Replaces a part of the content."""
+        """Replaces the bytes of the content from byte ``begin`` on by ``data``."""
         self._mapping[begin : begin + len(data)] = data
         self._digest = b""
 

@@ -52,7 +52,7 @@ sampled.
 SAMPLED, DRAWN = range(2)
 """Indices of the two arrays in a place of tokens."""
 RING_STEPS = 2
-"""Maximum number of steps that a pipeline stage may be ahead of the next stage."""
+"""Maximum number of steps by which a pipeline stage may be ahead of the next stage."""
 LINE_BYTES = 64
 """Size of a cache line. Each counter has its own line."""
 _PAGE_BYTES = 4096

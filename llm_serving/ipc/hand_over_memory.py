@@ -33,7 +33,7 @@ class HandOverLayout:
     num_arrays: int
     num_blocks: int
     part_bytes: int
-    """Bytes of one block in one array of the KV cache."""
+    """Size in bytes of the part of a block that one array of the KV cache holds."""
 
     @classmethod
     def of(cls, config: Config, rank: int) -> HandOverLayout | None:
@@ -53,7 +53,7 @@ class HandOverLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all arrays."""
+        """Size of a block in bytes: the sum of its parts in all arrays."""
         return self.num_arrays * self.part_bytes
 
     @property

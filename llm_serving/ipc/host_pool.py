@@ -34,7 +34,7 @@ class HostPool(Protocol):
     @property
     def blocks_at_once(self) -> int:
         """Number of blocks that a caller with many blocks should read or write in one call. The number limits the
-        memory of a call. It is 1 if one call with several blocks takes as long as several calls.
+        memory of a call. It is 1 if one call for several blocks takes as long as one call for each of these blocks.
         """
 
     def read(self, blocks: Sequence[int]) -> list[bytes]:
@@ -72,7 +72,7 @@ class HostPoolLayout:
     num_arrays: int
     num_blocks: int
     part_bytes: int
-    """Bytes of one block in one array."""
+    """Size in bytes of the part of a block that one array of the KV cache holds."""
 
     @classmethod
     def of(cls, config: Config, rank: int) -> HostPoolLayout | None:
@@ -88,7 +88,7 @@ class HostPoolLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all arrays."""
+        """Size of a block in bytes: the sum of its parts in all arrays."""
         return self.num_arrays * self.part_bytes
 
     @property

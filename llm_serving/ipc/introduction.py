@@ -1,11 +1,11 @@
 """The first messages of a connection between machines, through which one process sends blocks or other data to another.
 
-The sender proves that it knows a secret, and describes its memory (``facts``), for example by sizes.
+The sender proves that it knows a secret. It also sends a description of its memory (``facts``), for example the sizes
+of its blocks.
 
     receiver                              sender
-       |---- magic, nonce ------------------->|
-       |<--- magic, proof, facts -------------|   the receiver checks the proof, and compares the facts with its own
-       |---- magic, or an error text -------->|
+       |---- magic, nonce ------------------->| |<--- magic, proof, facts -------------|   the receiver checks the
+       proof, and compares the facts with those of its own memory |---- magic, or an error text -------->|
 
 The magic number names the kind of the connection.
 """

@@ -1,8 +1,8 @@
 """All messages between server and agent.
 
-A message about a step has the numbers of the step and of its slot. The arrays of the step are in the slot. Messages are
-MessagePack maps with a ``type`` field, decoded against these classes. An unknown type, an unknown field or a wrong
-value is a ``ProtocolError``.
+A message about a step contains the number of the step and the number of its slot. The arrays of the step are in the
+slot. Messages are MessagePack maps with a ``type`` field, decoded against these classes. An unknown type, an unknown
+field or a wrong value is a ``ProtocolError``.
 
     server                                agent
       | <------------------- Challenge -----|   a nonce
@@ -253,8 +253,8 @@ class StepDone(Message, frozen=True, tag="step_done"):
     graph and in the sampler. ``graph_us`` includes the block moves before the graph. ``fetched_bytes`` is the number of
     bytes that were copied from the device to choose the tokens. ``draft_us`` is the time of the draft model, a part of
     ``sample_us``. ``device_draws`` is the number of tokens that the device drew and with which this step was launched.
-    Sequences without ``top_k`` do not count. ``wrong_draws`` is the number of these tokens that the sampler has not
-    chosen. ``second_launches`` is 1 if this step was launched again, otherwise 0.
+    Tokens of sequences without ``top_k`` are not counted. ``wrong_draws`` is the number of these tokens that the
+    sampler has not chosen. ``second_launches`` is 1 if this step was launched again, otherwise 0.
     """
 
     seq: UInt
@@ -287,7 +287,9 @@ class Unhealthy(Message, frozen=True, tag="unhealthy"):
 
 
 class StatusReply(Message, frozen=True, tag="status_reply"):
-    """Agent to server: the number of steps since the start, the number of queued steps, resident memory in bytes."""
+    """Agent to server: the number of steps since the start of the agent, the number of queued steps, and its resident
+    memory in bytes.
+    """
 
     seq: UInt
     steps: UInt

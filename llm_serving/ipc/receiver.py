@@ -64,10 +64,11 @@ class Receiver(ABC):
             self._changed.wait_for(lambda: not self._links)
 
     def _accept(self, link: socket.socket, facts: bytes) -> str:
-        """Checks ``facts``, the memory of a sender that knows the secret. Returns an error text, or an empty text.
+        """Checks ``facts``, the description of the memory of a sender that knows the secret. Returns an error text, or
+        an empty text.
 
         If the facts are right, ``link`` becomes the newest connection, and the older ones may no longer write. The
-        sender gets its reply afterwards. So a sender with a reply knows that no older connection can write.
+        sender gets its reply afterwards. So a sender that has its reply knows that no older connection can write.
         """
         problem = self._problem_of(facts)
         if not problem:

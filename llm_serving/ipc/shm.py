@@ -217,8 +217,8 @@ _SIZES = ("num_tokens", "num_seqs", "table_width", "history_len", "num_moves")
 _HEADER_ENTRIES = ("magic", "seq_low", "seq_high", *_SIZES, "checked_row", "num_masks", "num_drafts", "num_wanted",
                    "num_tiles", "num_state_moves")  # fmt: skip
 HEADER = {name: index for index, name in enumerate(_HEADER_ENTRIES)}
-"""Index of each header entry. With ``seq``, the number of the step, the agent detects that another step has overwritten
-the slot.
+"""Index of each number in the header of a slot. With ``seq``, the number of the step, the agent detects that another
+step has overwritten the slot.
 """
 
 

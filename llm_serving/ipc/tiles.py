@@ -31,7 +31,9 @@ TILE_WIDTH = _FORM.size // 4
 
 @dataclass(frozen=True, slots=True)
 class PromptTile:
-    """A tile of a prompt: the position of its first token, its number of tokens, its place in memory and its digest."""
+    """A tile of a prompt: the position of its first token, its number of tokens, the place of its pixels in the shared
+    memory, and the digest of its pixels.
+    """
 
     begin: int
     rows: int
@@ -43,7 +45,7 @@ class PromptTile:
     cost: int = 0
     """Number of tokens that encoding the tile takes from a step's token budget."""
     shift: int = 0
-    """Position minus rotary position of the tokens after this tile."""
+    """The difference position - rotary position of the tokens after this tile."""
 
     @property
     def end(self) -> int:

@@ -67,7 +67,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """A host block whose content must be written, and a function that must be called afterwards."""
+    """A host block whose content must be written, and a function that must be called after the write."""
 
     records: Records | None
     """The records that were open when the write was requested."""
@@ -220,7 +220,7 @@ class FileTier(ABC):
             call()
 
     def _write_next(self) -> None:
-        """Writes the next waiting blocks: as many blocks of one pool as one call should read from it.
+        """Writes the next waiting blocks of one pool, as many as one job may write.
 
         Each ``write`` adds one of these jobs. If earlier jobs have written all waiting blocks, the job does nothing.
         """
@@ -250,8 +250,8 @@ class FileTier(ABC):
         return is_open and write.num_distrusts == self._num_distrusts
 
     def _write(self, writes: Sequence[_Write]) -> None:
-        """Reads the blocks from their pool, and writes them until a write fails. If the machine of the agents was lost,
-        some blocks cannot be read. These are not written.
+        """Reads the blocks from their pool, and writes them until a write fails. If the machine on which the agents ran
+        was lost, some blocks cannot be read from the pool. These are not written.
         """
         contents = writes[0].pool.read([each.host for each in writes]) if writes else []
         for each, content in zip(writes, contents, strict=False):

@@ -4,8 +4,8 @@
 
 A writer is a number that a server draws at random when it opens the folder. Each block that the server writes contains
 this number. If a self-check fails, the server makes a mark with its number, removes its blocks and draws a new number.
-After its next look at the marks, no machine uses blocks of a marked writer. A machine that has read blocks of this
-writer before has a doubt. The blocks that it has computed since then may be wrong, too.
+After its next look at the marks, no machine uses blocks of a marked writer. A machine may have read blocks of this
+writer before the mark was made. The blocks that it has computed from them may be wrong, too. This is called a doubt.
 
 Making a file is atomic, also on network file systems, and no machine removes marks. So each machine sees every mark at
 its next look. If a mark cannot be made, for example in a full folder, the server tries again with each look.
@@ -37,13 +37,14 @@ class DistrustMarks:
         self.own = _new_writer()
         """The writer number of this server."""
         self._unmade: set[int] = set()
-        """Former numbers of this machine whose marks could not be made yet."""
+        """Former writer numbers of this server for which it could not make a mark yet."""
 
     def look(self) -> bool:
-        """Reads the marks of all machines. First tries again to make marks of this machine that could not be made.
+        """Reads the marks that all machines have made. First tries again to make this machine's marks that it could not
+        make before.
 
-        Returns True if this machine has a doubt: it has read blocks of a writer that is marked now. The next call
-        returns False unless another doubt arises. Raises OSError if the folder cannot be read.
+        Returns True if this machine has read blocks of a writer that is marked now. This is a doubt. The next call
+        returns False unless there is another doubt. Raises OSError if the folder cannot be read.
         """
         with contextlib.suppress(OSError):  # the caller of mark_own has reported the first failure
             self._make()

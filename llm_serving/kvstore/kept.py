@@ -55,8 +55,8 @@ class KeptBlocks:
                 continue
             self._until[each] = until
             heapq.heappush(self._ends, (until, each))
-        # If the time of a block grows, its old entry stays in the heap. If there are many old entries, the heap is
-        # built again without them.
+        # If a block is kept for longer, the heap gets another entry, and the old one stays. If there are many old
+        # entries, the heap is built again without them.
         if len(self._ends) > 2 * len(self._until) + _SPARE_ENDS:
             self._ends = [(end, each) for each, end in self._until.items()]
             heapq.heapify(self._ends)

@@ -124,7 +124,7 @@ class KvTiers:
         if self._reading is None or self._reading.done():
             reading: Future[BlockIdentity] = Future()
             threading.Thread(target=_run, args=(self.identity, reading), name="identity", daemon=True).start()
-            self._reading = reading  # not before the start: if the thread cannot start, the future never ends
+            self._reading = reading  # set after the start: if the thread could not start, the future would never end
         return self._reading
 
     @property
@@ -143,14 +143,16 @@ class KvTiers:
                 pool.expect_weights(digest, partial(self._note_weights, store))
 
     def _note_weights(self, store: BlockStore, problem: str) -> None:
-        """Reports a problem of a comparison. Wakes the engine, because copies of blocks may wait for the result."""
+        """Reports a problem that the comparison of weights has found. Wakes the engine, because copies of blocks may
+        wait for the result.
+        """
         if problem:
             self._on_problem(problem)
         store.wake()
 
     @property
     def block_bytes(self) -> int:
-        """Size of a block: the parts of all agents of a replica together."""
+        """Size of a block in bytes: the sum of the parts that the agents of a replica hold."""
         layouts = (HostPoolLayout.of(self._config, rank) for rank in group_ranks(0, self._config.parallel_config))
         return sum(layout.block_bytes for layout in layouts if layout is not None)
 

@@ -41,8 +41,8 @@ LOOK_S = 2.0
 QUIET_S = 5 * LOOK_S
 """Seconds after a distrust in which a machine neither reads nor writes blocks.
 
-Meanwhile, the machines that have read its blocks mark their own blocks, and so on. Without this pause, two machines
-could exchange doubtful blocks without end.
+Meanwhile, the machines that have read its blocks also mark their blocks as distrusted, and so on. Without this pause,
+two machines could exchange doubtful blocks without end.
 """
 _TOUCH_S = 600.0
 """A block that is read gets a new time stamp if the last one is older than this number of seconds."""
@@ -109,7 +109,8 @@ class SharedFolder:
                 self._changed[folder] = changed
 
     def has_doubt(self) -> bool:
-        """Reads the marks of other machines. Returns True if this machine may use wrong blocks of one of them.
+        """Reads the marks of other machines. Returns True if this machine has read blocks that another machine now
+        distrusts.
 
         Raises OSError.
         """
@@ -278,8 +279,8 @@ class SharedTier(FileTier):
     # The mover's thread calls the following methods.
 
     def look(self) -> None:
-        """Reads the marks of other machines. If this machine may use wrong blocks, raises ``num_doubts`` and wakes the
-        engines.
+        """Reads the marks of other machines. If this machine has read blocks that are distrusted now, raises
+        ``num_doubts`` and wakes the engines.
         """
         with contextlib.suppress(OSError):  # while the marks cannot be read, each read of a block is a miss
             if isinstance(self._last, SharedFolder) and self._last.has_doubt():

@@ -111,7 +111,7 @@ class BlockStore:
 
     ``first_host`` is the first of the ``num_hosts`` host blocks that belong to the tiers. ``disk`` is the tier behind
     host memory. ``wake`` wakes the engine thread; any thread may call it. With ``always_loads``, blocks are read from
-    the disk even if computing them takes less time.
+    the disk even if it takes less time to compute them.
     """
 
     def __init__(
@@ -139,7 +139,9 @@ class BlockStore:
         self._pool: HostPool | None = None
         self._epoch = 0
         self._num_doubts = 0
-        """The value of ``BlockTier.num_doubts`` when this object last forgot all blocks because of a doubt."""
+        """The value of ``BlockTier.num_doubts`` when this object last forgot all blocks because another machine
+        distrusted some.
+        """
         self._waiting: list[_Waiting] = []
         self._written: deque[tuple[int, int]] = deque()
         self._num_writes = 0
@@ -198,7 +200,9 @@ class BlockStore:
 
     @property
     def has_news(self) -> bool:
-        """True if ``exchange`` must be called, because a read has ended, or because the tiers have doubts."""
+        """True if ``exchange`` must be called, because a read has ended, or because another machine distrusts blocks
+        that this server has read.
+        """
         has_doubt = self._disk is not None and self._disk.num_doubts != self._num_doubts
         return has_doubt or any(one.transfer.done for one in self._waiting)
 
@@ -206,7 +210,8 @@ class BlockStore:
         """Takes the blocks that the scheduler offers or asks for, and replies. Returns True if a waiting request may
         start now.
 
-        If another machine distrusts blocks of a shared folder that this server has read, first forgets all blocks.
+        This server may have read blocks from a shared folder that another machine now distrusts. Then first forgets all
+        blocks.
         """
         if self._disk is not None and self._disk.num_doubts != self._num_doubts:
             self._num_doubts = self._disk.num_doubts
@@ -293,8 +298,9 @@ class BlockStore:
     # The following methods copy offered blocks to the host and to the disk.
 
     def _take_offers(self, source: TierSource) -> None:
-        """Gives each block that the scheduler offers a host block, until no host block is available. The scheduler
-        offers the remaining blocks again at the next ``exchange``."""
+        """Assigns a host block to each block that the scheduler offers, until no host block is available. The scheduler
+        offers the remaining blocks again at the next ``exchange``.
+        """
         while offers := source.fresh_blocks(MAX_OFFERS):
             replies: list[int] = []
             for key in offers:

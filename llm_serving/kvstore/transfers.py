@@ -36,7 +36,9 @@ class ReadBlocks:
     contents: list[bytes]
     """The contents of the blocks in order, up to the first block that no tier has."""
     versions: tuple[int, ...]
-    """``BlockStore.version`` of each replica. Blocks of two reads with different versions must not be combined."""
+    """``BlockStore.version`` of each replica at the time of the read. Blocks of two reads with different versions must
+    not be combined.
+    """
 
 
 class BlockTransfers:
@@ -111,7 +113,7 @@ class BlockTransfers:
             self._use_stores(partial(self._end_loans, loans, contents, answer))
 
     def _from_disk(self, loans: Sequence[Loan]) -> list[bytes]:
-        """Returns the contents of blocks on the disk, up to the first one that was removed or is damaged."""
+        """Returns the contents of the blocks on the disk, up to the first block that was removed or is damaged."""
         assert self._disk is not None
         contents: list[bytes] = []
         for loan in loans:

@@ -42,9 +42,11 @@ class LatentAttention:
     value_dim: int
     """Size of a value head (``v_head_dim``)."""
     interleaved: bool = True
-    """True: adjacent elements are rotated together. False: element i and element i + ``rope_dim`` / 2 are."""
+    """True: adjacent elements are rotated as a pair. False: element i and element i + ``rope_dim`` / 2 are a pair."""
     score_factor: float = 1.0
-    """Factor of the attention scores in addition to 1 / sqrt(head size). YaRN's ``mscale_all_dim`` sets it."""
+    """Factor by which attention scores are multiplied, in addition to 1 / sqrt(head size). YaRN's ``mscale_all_dim``
+    sets it.
+    """
 
     @property
     def head_dim(self) -> int:

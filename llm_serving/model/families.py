@@ -41,8 +41,9 @@ class ExpertKeys:
     normalised: bool = False
     """If True, a token's expert weights always sum to 1, and every layer has experts. ``norm_topk_prob`` is ignored."""
     shared_size: str = ""
-    """Key of the intermediate size of the shared expert. Every token passes this expert, and a gate multiplies its
-    output. "": no shared expert."""
+    """Key of the intermediate size of the shared expert. Every token passes this expert, and a gate multiplies the
+    output of the expert. "": no shared expert.
+    """
 
 
 @dataclass(frozen=True, slots=True)

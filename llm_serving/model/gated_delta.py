@@ -77,7 +77,7 @@ class GatedDelta:
     def part(self, key_heads: int, layers: range) -> GatedDelta:
         """Returns the sizes of ``key_heads`` key heads with their value heads, in consecutive ``layers``.
 
-        The result counts the layers from 0.
+        In the result, the first of these layers has index 0.
         """
         return replace(
             self,
@@ -88,7 +88,9 @@ class GatedDelta:
 
     @property
     def num_other_parameters(self) -> int:
-        """Number of parameters of a layer that are not in linear layers: convolution, rates and norm."""
+        """Number of parameters of a Gated DeltaNet layer outside its linear layers: those of the convolution, the decay
+        rates and the norm.
+        """
         return self.channels * self.taps + 2 * self.value_heads + self.value_dim
 
 

@@ -26,7 +26,7 @@ class Gemma:
     """
 
     local_rope_theta: float
-    """Rotary base of the layers with a window. Their frequencies are not scaled."""
+    """Base of the rotary frequencies in layers with a window. ``rope_scaling`` does not apply to these layers."""
     query_scalar: float
     """Scores of attention are divided by the square root of this number (``query_pre_attn_scalar``)."""
 

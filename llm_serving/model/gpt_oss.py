@@ -9,7 +9,7 @@ from llm_serving.formats.typed_fields import TypedFields
 ACTIVATION = "clamped_silu"
 """Activation of the experts: SwiGLU with a steeper sigmoid and clamped factors. 1 is added to the second factor."""
 SWIGLU_SLOPE, SWIGLU_LIMIT = 1.702, 7.0
-"""The factor of the gate in the sigmoid, and the limit of gate and up."""
+"""The factor by which the gate is multiplied in the sigmoid, and the value at which gate and up are clamped."""
 _ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,

@@ -1,7 +1,7 @@
 """Reads and checks the settings of folders whose experts are MXFP4: 4-bit floats, of which 32 share a scale (gpt-oss).
 
 ``quantization_config`` has ``quant_method: mxfp4``. Only the matrices of experts are MXFP4; all other weights are
-floats. ``agent.weights.mxfp4`` converts them to int8 in groups of 32, without rounding.
+floats. ``agent.weights.mxfp4`` converts the matrices of experts to int8 with one scale per 32 inputs, without rounding.
 
 Source: OCP Microscaling Formats (MX) Specification 1.0.
 """

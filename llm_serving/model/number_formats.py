@@ -33,7 +33,7 @@ class WeightFormat:
     name: str
     """Value of ``model_config.weight_format``."""
     bits: int
-    """Bits of one weight, without its scales and zero points."""
+    """Number of bits of one weight. Scales and zero points are not counted."""
     storage: str
     """Type of an unpacked weight in memory (a key of ``agent.weights.storage.STORAGE_DTYPES``)."""
     kernel_code: int
@@ -43,17 +43,23 @@ class WeightFormat:
     stored_as: str = ""
     """Name of the format that checkpoints use for the same integers. Empty for float formats."""
     zero: int = 0
-    """Zero point if the checkpoint stores none. 0: the integers are signed, and no checkpoint may have zero points."""
+    """The zero point of all weights if the checkpoint stores no zero points. 0: the integers are signed, and no
+    checkpoint may have zero points.
+    """
     has_groups: bool = False
     """If True, floats are rounded with a scale for each group of inputs. Otherwise each output has one scale."""
     quantises_activations: bool = False
     """If True, the inputs of a linear layer are rounded to int8, with a scale for each token."""
     native: str | None = None
-    """Name of the format that native operators compute instead. None: they cannot compute the format."""
+    """Name of the format in which native operators compute if the config asks for this format. None: native operators
+    cannot compute with these weights.
+    """
     layouts: tuple[str, ...] = ()
     """Layouts of safetensors checkpoints with integers of the format: ``gptq``, ``awq`` and others."""
     gguf_type: str | None = None
-    """GGUF's name of tensors with integers of the format, for example ``Q8_0``. None if GGUF has no tensors for it."""
+    """GGUF's name of the tensor type that has the integers of the format, for example ``Q8_0``. None if GGUF has no
+    such type.
+    """
     perplexity_limit: float | None = None
     """Maximum relative increase of the perplexity that ``tools/quality_gate.py`` accepts. None: no limit."""
 
@@ -210,7 +216,7 @@ class KvFormat:
 
 
 SCALE_ELEMENT_BYTES = 2
-"""Bytes of an element in the native operators' cache of scales, which has float16 or bfloat16."""
+"""Bytes of an element in the native operators' cache of scales. Its elements are float16 or bfloat16."""
 _SCALE_ROW_MULTIPLE = 16
 """A row of the cache of scales has a multiple of this number of elements: 32 bytes, the unit of an Ascend's copies."""
 

@@ -36,8 +36,8 @@ PREFERRED_GRANULE = 32
 class RankPlace:
     """Position of a rank. All indices count from 0.
 
-    ``dp_index`` is the number of its replica, ``pp_index`` of its pipeline stage, and ``tp_index`` its index among the
-    agents of the stage.
+    ``dp_index`` is the number of the rank's replica, ``pp_index`` the number of its pipeline stage, and ``tp_index``
+    its index among the agents of this stage.
     """
 
     rank: int
@@ -86,11 +86,13 @@ class Shard:
     is_last_stage: bool
     """If True, the rank has the last norm and the output layer."""
     shared_intermediate: Span = Span(0, 0)
-    """Columns of the shared experts; empty without them."""
+    """The rank's columns of the shared experts. Empty for a model without shared experts."""
     experts: Span | None = None
     """The experts that the rank has. None: all of them."""
     delta_heads: Span = Span(0, 0)
-    """The key heads of linear attention; empty without it. Consecutive value heads share a key head."""
+    """The rank's key heads of linear attention. Empty for a model without linear attention. Consecutive value heads
+    share a key head.
+    """
 
 
 def place(rank: int, parallel: ParallelConfig) -> RankPlace:
@@ -113,8 +115,8 @@ def answering_rank(replica: int, parallel: ParallelConfig) -> int:
 
 
 def split_evenly(total: int, parts: int, index: int) -> Span:
-    """Divides ``range(total)`` into ``parts`` and returns part ``index``. The first ``total % parts`` parts are longer
-    by 1.
+    """Divides ``range(total)`` into ``parts`` ranges and returns the range with number ``index``. The first ``total %
+    parts`` ranges are longer by 1.
     """
     size, longer = divmod(total, parts)
     start = index * size + min(index, longer)
@@ -122,7 +124,7 @@ def split_evenly(total: int, parts: int, index: int) -> Span:
 
 
 def split_columns(total: int, parts: int, index: int, group: int = 1) -> Span:
-    """Divides ``total`` columns into ``parts`` and returns part ``index``.
+    """Divides ``total`` columns into ``parts`` ranges and returns the range with number ``index``.
 
     Boundaries are multiples of ``granule_of(total, parts, group)`` columns.
     """

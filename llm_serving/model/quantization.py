@@ -93,7 +93,7 @@ def stored_weight_format(path: Path) -> str | None:
 def _gguf_format(file: Path) -> str | None:
     """Returns the weight format in which most weights of a GGUF file are loaded, or None for float weights.
 
-    Weights of a GGUF type that no weight format equals are loaded as int8.
+    If no weight format has the same integers as a GGUF type, weights of this type are loaded as int8.
     """
     sizes = Counter[str]()
     for each in read_header(file).tensors.values():

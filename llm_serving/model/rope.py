@@ -22,9 +22,9 @@ class RopeScaling:
 
     ``linear`` divides every frequency by ``factor`` (Chen et al. 2023). ``dynamic`` raises the base of positions after
     the trained context (NTK-aware scaling, bloc97 and emozilla 2023). ``llama3`` divides low frequencies by ``factor``,
-    keeps high frequencies, and interpolates between the two. ``yarn`` does the same with other limits, and also scales
-    cosines and sines (Peng et al. 2023). ``longrope`` divides each frequency by a number of its own (Ding et al. 2024).
-    A rule ignores the fields of other rules.
+    keeps high frequencies, and interpolates between the two. ``yarn`` does the same as ``llama3``, but with other
+    limits, and also scales cosines and sines (Peng et al. 2023). ``longrope`` divides each frequency by a number of its
+    own (Ding et al. 2024). A rule ignores the fields of other rules.
     """
 
     type: str

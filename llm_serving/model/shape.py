@@ -1,4 +1,6 @@
-"""The sizes of a model, read from a Hugging Face folder or a MindFormers YAML and checked before loading."""
+"""The sizes of a model. They are read from a Hugging Face folder or a MindFormers YAML, and checked before the weights
+are loaded.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _MAX_HEADS = 256
 MAX_IMAGE_SIZE = 2048
 """Maximum width and height of a tile, in pixels."""
 MAX_EDGE = 4096
-"""Maximum of the longer edge of a resized image, in pixels. transformers has the same limit."""
+"""Maximum length of the longer edge of a resized image, in pixels. transformers has the same limit."""
 _MAX_PIXELS = 1 << 28
 """Maximum number of pixels that a model may accept for an image."""
 _MAX_JSON_BYTES = 1024 * 1024
@@ -35,7 +35,8 @@ _ACTIVATION = "gelu_pytorch_tanh"
 QUERY_ROWS = 512
 """Number of patches whose attention scores the encoder of Qwen2.5-VL has in memory at a time."""
 MAX_PROPORTION = 200
-"""Maximum ratio of an image's longer edge to its shorter edge, if tiles have any size, as in transformers."""
+"""Maximum ratio of an image's longer edge to its shorter edge, if tiles may have an arbitrary size, as in transformers.
+"""
 _CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 """Mean and standard deviation of CLIP's pixels (Radford et al., arXiv:2103.00020), which Qwen2.5-VL uses."""
 
@@ -50,7 +51,7 @@ class Windows:
     """Width and height of a window, counted in squares with edges of ``row_edge`` pixels. The encoder makes one
     embedding of each square. A patch attends only to the patches of its window."""
     full_layers: tuple[int, ...]
-    """Numbers of the layers in which each patch attends to all patches."""
+    """Indices of the layers in which each patch attends to all patches."""
     frames: int
     """Number of frames of a patch (``temporal_patch_size``). All frames of an image are equal."""
 
@@ -68,7 +69,7 @@ class VisionShape:
     num_layers: int
     num_heads: int
     image_size: int
-    """Width and height of a tile, in pixels. 0: tiles have any size."""
+    """Width and height of a tile, in pixels. 0: tiles may have an arbitrary size."""
     patch_size: int
     layer_norm_eps: float
     scale_factor: int
@@ -176,7 +177,9 @@ class ImageProcessing:
     colour."""
     min_pixels: int = 0
     max_pixels: int = 0
-    """Limits of a tile's number of pixels if tiles have any size and the whole image is one tile. Otherwise 0."""
+    """Minimum and maximum number of pixels of a tile if tiles may have an arbitrary size and the whole image is one
+    tile. Otherwise 0.
+    """
 
     def max_tiles(self, image_size: int) -> int:
         """Returns the maximum number of tiles of an image. ``image_size`` is ``VisionShape.image_size``."""
@@ -286,8 +289,8 @@ def read_processing(folder: Path, shape: VisionShape, max_tile_pixels: int) -> I
     """Returns how a model's images are prepared. Reads ``preprocessor_config.json``. Newer folders have the part
     ``image_processor`` of ``processor_config.json`` instead.
 
-    If tiles have any size, ``max_tile_pixels`` limits their number of pixels. Raises CheckpointError with file, key and
-    value.
+    If tiles may have an arbitrary size, ``max_tile_pixels`` limits their number of pixels. Raises CheckpointError with
+    file, key and value.
     """
     path = folder / "preprocessor_config.json"
     if path.is_file():

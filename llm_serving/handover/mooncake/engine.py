@@ -30,7 +30,9 @@ from llm_serving.handover.mooncake.messages import (
 )
 
 _NO_METADATA_SERVER = "P2PHANDSHAKE"
-"""Value for Mooncake's metadata server. With it, engines ask each other for memory addresses, without a server."""
+"""Value of Mooncake's setting for a metadata server. With this value, engines ask each other for memory addresses, and
+need no such server.
+"""
 
 
 class EngineError(Exception):

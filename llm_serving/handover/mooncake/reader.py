@@ -32,7 +32,8 @@ MODULE = "llm_serving.handover.mooncake"
 START_LIMIT_S = 60.0
 """Maximum seconds until the process with Mooncake's engine has started."""
 READ_LIMIT_S = TIMEOUT_S - 1.0
-"""Seconds after which a read fails and the process is killed, including the time in which the read waits for a start.
+"""Seconds after which a read fails and the process is killed, including the time in which the read waits for the start
+of an engine.
 
 Mooncake's own timeout is shorter. But if the other machine has lost its power, Mooncake may wait for minutes.
 """
@@ -69,7 +70,7 @@ class MooncakeReader:
         engine. Another thread may call this function.
         """
         self._lock = threading.Lock()
-        """Never held while a thread waits for an engine, so that ``close`` can end the process at any time."""
+        """No thread holds this lock while it waits for an engine, so that ``close`` can end the process at any time."""
         self._is_closed = False
         self._process: _EngineProcess | None = None
         self._owned = contextlib.ExitStack()
