@@ -140,7 +140,7 @@ class HandOvers(BlockMover):
                 running.stop(sequence)
 
     def prepare(self, sequence: Sequence) -> bool:
-        return sequence.hand_over is HandOverState.ARRIVING  # the hand-over pool still has its blocks
+        return sequence.hand_over is HandOverState.ARRIVING  # the hand-over pool still has the blocks of this sequence
 
     def settle(self, sequence: Sequence) -> bool:
         if sequence.request.is_finished or sequence.drop_tokens:

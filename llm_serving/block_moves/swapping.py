@@ -117,7 +117,7 @@ class Swapper(BlockMover):
             # A sequence that was preempted again while it moved back is not RUNNING. It keeps its host blocks.
 
     def step_completed(self, step: ScheduledStep, result: StepResult) -> None:
-        """Learns the mean times per computed token and per moved block, for ``preemption: auto``."""
+        """Learns the mean time per computed token and the mean time per moved block, for ``preemption: auto``."""
         self._choice.step_completed(step, result)
 
     def _move_out(self) -> ScheduledStep | None:

@@ -84,7 +84,9 @@ class TierMoves(Stateful):
         """
         self._to_load: list[_Load] = []
         self._storing: dict[int, list[tuple[int, int]]] = {}
-        """Maps the number of a step in flight to the blocks that it copies: (block, host block) each."""
+        """Maps the number of each step in flight that stores blocks to the blocks that it copies, as pairs (block, host
+        block).
+        """
         self._loading: dict[int, _Load] = {}
         self._prefill = Rate()
         self._move = Rate()
@@ -133,7 +135,7 @@ class TierMoves(Stateful):
             return
         sequence.waits_for_load = False
         if sequence.state is not SequenceState.WAITING:
-            self._release(hosts)  # it was started alone, because it may have killed an agent
+            self._release(hosts)  # the sequence runs alone by now, because it may have killed an agent
             return
         num_found, num_missing = self._supply.num_missing_blocks(sequence)
         skipped = num_found - first

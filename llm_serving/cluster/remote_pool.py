@@ -55,7 +55,8 @@ WEIGHTS_REPLY = struct.Struct(f"<B{MAX_TEXT_BYTES}s")
 TIMEOUT_S = 10.0
 """Seconds without progress of the peer after which the connection counts as broken."""
 RETRY_S = 5.0
-"""Seconds for which a request is repeated after its connection broke. Each block that arrives begins this time again.
+"""Seconds for which a request is repeated after its connection broke. This time begins again with each block that
+arrives.
 """
 RETRY_PAUSE_S = 0.1
 """Seconds between two attempts of the same request to a node."""
@@ -89,7 +90,7 @@ class RemotePool:
         self.block_bytes = sum(layout.block_bytes for layout in layouts)
         self.blocks_at_once = max_blocks(self.block_bytes)
         self.problem = ""
-        """The reason why the agents must count as lost. Empty while everything works."""
+        """The reason why the agents must count as lost. Empty while there is none."""
         self._node, self._connect, self._secret = node, connect, secret
         self._facts = describe_layouts(layouts)
         self._expected = ""
@@ -314,5 +315,7 @@ def _check_block(reply: bytes | memoryview, block: int) -> None:
 
 
 def describe_layouts(layouts: Sequence[HostPoolLayout]) -> bytes:
-    """Returns the numbers and sizes of host blocks as bytes. They must be equal at the server and the node."""
+    """Returns the number of host blocks and the sizes of their parts, as bytes. The bytes must be equal at the server
+    and the node.
+    """
     return b"".join(struct.pack("<QQQ", each.num_arrays, each.num_blocks, each.part_bytes) for each in layouts)

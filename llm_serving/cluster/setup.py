@@ -36,7 +36,7 @@ class _Shared:
 
 
 _SHARED: dict[tuple[object, ...], _Shared] = {}
-"""The pools of this process, by the settings that name the nodes.
+"""The pools of nodes in this process. The key of a pool has the settings that name its nodes.
 
 Versions of a model share a pool. If each version had its own pool, one version would keep links to free nodes. The
 other version could not use these nodes.
@@ -55,7 +55,7 @@ def remote_executors(
     pool = _open_pool(config, owned)
     idle_s = config.parallel_config.idle_s
     standby = None if idle_s is None else Standby(idle_s)
-    own_program()  # reads the program's files now, and not in the first handshake
+    own_program()  # reads the program's files now, so that the first handshake need not read them
     read_files = cache(lambda: _read_files(config))
     log_folder, executors = Path(config.log_config.path).parent, []
     for replica in range(config.parallel_config.data_parallel):
@@ -92,8 +92,8 @@ def _read_files(config: Config) -> dict[str, str]:
 def _open_pool(config: Config, owned: ExitStack) -> NodePool:
     """Returns the pool of nodes for the settings of ``config``. The pool connects to its nodes.
 
-    Several versions of a model may share one pool. Each version closes its ``owned`` at its end. The last version
-    closes the pool with it.
+    Several versions of a model may share one pool. Each version closes its ``owned`` when it ends. When the last
+    version does this, the pool is closed.
 
     Raises ConfigError if the cluster key, an address or the package of Ray is missing or wrong.
     """

@@ -26,7 +26,9 @@ from llm_serving.ipc.host_pool import HostPool
 from llm_serving.ipc.messages import ServerMessage
 
 _LONGEST_LOOK_S = 1.0
-"""Maximum seconds between two calls of ``SpanningGroup.look`` that count as quiet time. Usually at most 0.5 s pass."""
+"""Maximum seconds between two calls of ``SpanningGroup.look`` that count as time in which the agents were quiet.
+Usually at most 0.5 s pass.
+"""
 
 
 class SpanningGroup:
@@ -69,7 +71,8 @@ class SpanningGroup:
 
     @property
     def summary(self) -> dict[str, object]:
-        """Facts for the log: the sampling agent's report, the number of agents, and the names of the nodes."""
+        """Values for the log: the summary of the agent that samples, the number of agents, and the names of the nodes.
+        """
         answering = next(part for part in self._parts if part.answers)
         nodes = ", ".join(part.node_name for part in self._parts)
         return {**answering.summary, "agents": len(self.members), "node": nodes}
@@ -90,7 +93,8 @@ class SpanningGroup:
             part.load_adapter(message, memory)
 
     def send_blocks(self, target: SpanningGroup, pairs: Pairs, done: Done) -> None:
-        """Lets each node send its part of the blocks to the node of ``target`` with the same ranks.
+        """Lets each node send its part of the blocks to the node of ``target`` whose agents have the same ranks in
+        their replica.
 
         ``pairs`` lists the blocks. ``done`` is called once at the end of all transfers, by the engine thread. It gets
         the first error, or None.
@@ -117,7 +121,8 @@ class SpanningGroup:
         for part in self._parts:
             self._call(part, partial(part.look, now, last_result, slots))
         waiting = [part for part in self._parts if part.has_steps]
-        # Messages of the nodes may wait while this process pauses, so a pause counts only in part.
+        # While this process was paused, messages of the nodes may have waited unread. So at most ``_LONGEST_LOOK_S`` of
+        # a pause count as quiet time.
         passed_s = min(now - self._looked_at, _LONGEST_LOOK_S)
         self._looked_at = now
         self._quiet_s = self._quiet_s + passed_s if waiting and all(part.is_quiet for part in waiting) else 0.0

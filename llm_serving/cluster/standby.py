@@ -37,7 +37,7 @@ class Standby:
         self._began: float | None = None
         """The time at which the present start began. None while no start is in progress."""
         self._retry_at = -math.inf
-        """The time at which the client of the last refused request is expected to send it again."""
+        """The time at which the client whose request was refused last is expected to send the request again."""
         self._wakers: list[Callable[[], None]] = []
 
     def on_change(self, wake: Callable[[], None]) -> None:

@@ -11,7 +11,8 @@ from llm_serving.ipc.tiles import read_tiles
 
 
 class TileSender:
-    """Copies tiles of images from the server's shared memory to the shared memory of a node, at the same offsets.
+    """Copies tiles of images from the server's shared memory to the shared memory of a node. A tile has the same offset
+    in both memories.
 
     ``send`` sends a frame to the node. A tile is sent again only if another tile has replaced it in the meantime. The
     agents check the digest of the pixels that they read.

@@ -142,10 +142,10 @@ class Config:
 
     @property
     def linear_format(self) -> WeightFormat:
-        """The weight format in which the operators compute the linear layers.
+        """The weight format that the operators use for the linear layers.
 
-        If native operators do not support the configured format, they compute another format, which this property
-        returns.
+        If native operators do not support the configured format, they compute in another format. This property then
+        returns that other format.
         """
         return weight_format(self.weight_format).on(self.op_table)
 
@@ -279,8 +279,8 @@ class Config:
     def max_num_batched_tokens(self) -> int:
         """Maximum number of tokens in a step.
 
-        It is the smaller of two numbers: the configured limit, and the tokens that the sequences of a prefill step can
-        have. It is at least the number of sequences of a decode step.
+        It is the smaller of two numbers: the configured limit, and the maximum number of tokens that the sequences of a
+        prefill step can have together. But it is at least the maximum number of sequences of a decode step.
         """
         limit = self.scheduler_config.max_num_batched_tokens or max(self.model_config.seq_length)
         return max(min(limit, self.max_prefill_seqs * self.max_model_len), self.max_decode_seqs)
@@ -370,7 +370,7 @@ class Config:
 
     @property
     def max_blocks_per_seq(self) -> int:
-        """Number of blocks of the longest sequence."""
+        """Number of blocks of a sequence with the maximum length."""
         return -(-self.max_model_len // self.pa_config.block_size)
 
     def slot_limits(self) -> SlotLimits:

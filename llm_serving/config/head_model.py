@@ -21,8 +21,8 @@ _METHOD, _MODEL = "speculative_config.method", "speculative_config.model"
 _ARCHITECTURE = "LlamaForCausalLM"
 """Name of the architecture of an EAGLE-3 head, for models of every family: its layer is a Llama layer."""
 _LEAST_LAYERS = 4
-"""Minimum number of layers of a model with an EAGLE-3 head. With fewer layers, one of the three numbers of
-``_eagle_layers`` would be below 1, which is no layer.
+"""Minimum number of layers of a model with an EAGLE-3 head. With fewer layers, one of the three layer numbers that
+``_eagle_layers`` returns would be below 1, and no layer has this number.
 """
 _UNSUPPORTED_FLAGS = ("norm_before_residual", "tie_word_embeddings", "bias", "mlp_bias")
 _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -28,8 +28,8 @@ _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "tex
 class _Unused:
     """One setting of a MindFormers YAML that has no effect.
 
-    ``kinds`` are the accepted types, and ``reason`` states why the setting has no effect. ``neutral`` is the value that
-    describes what this server does anyway. A setting with this value is not reported.
+    ``kinds`` are the accepted types, and ``reason`` states why the setting has no effect. ``neutral`` is the value of
+    the setting that describes what this server does in any case. A setting with this value is not reported.
     """
 
     kinds: tuple[type, ...]

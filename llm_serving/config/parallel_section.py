@@ -16,7 +16,9 @@ TCP, RDMA, ASCEND, MOONCAKE = "tcp", "rdma", "ascend", "mooncake"
 """``TCP`` and ``MOONCAKE`` are values of ``hand_over_transport``. All but ``MOONCAKE`` are values of
 ``mooncake_protocol``."""
 MAX_SENT_BLOCKS = 1 << 14
-"""Maximum number of blocks of one transfer between nodes. Limits the size of a message to a node."""
+"""Maximum number of blocks of one transfer between nodes. It limits the size of the message that asks a node for the
+transfer.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,7 +108,7 @@ _CHECKS: tuple[Callable[[RawConfig, Config], None], ...] = (
     check_events,
     check_vision,
 )
-"""The checks of a whole config, in the order in which they report problems."""
+"""The functions that check a whole config, in the order in which they are called."""
 
 
 class Resolver:
@@ -227,7 +227,7 @@ class Resolver:
         if stated in (FROM_MODEL, NO_DEFAULTS):
             return str(stated)
         if self._folder_is_overridden and not self._raw.is_overridden(key):
-            return FROM_MODEL  # the YAML names a file for its own model, which is not used
+            return FROM_MODEL  # the YAML names a file for its own model, but `--set` names another one
         path = self._find(key, stated) if stated.endswith(".json") else None
         if path is None:
             raise self._raw.error(key, stated, f"must be {FROM_MODEL}, {NO_DEFAULTS} or the path of a JSON file")
@@ -379,7 +379,7 @@ class Resolver:
     def _compare_sizes(self, stated: ModelShape, actual: ModelShape, folder: Path) -> None:
         """Raises ConfigError if the sizes in the MindFormers YAML and in the model folder differ.
 
-        If ``--set`` names the model folder, the difference is only noted for the log.
+        But if ``--set`` names the model folder, only adds a note about the difference for the log.
         """
         differing = [
             f"{name} {getattr(stated, name)} instead of {getattr(actual, name)}"

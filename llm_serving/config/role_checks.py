@@ -36,7 +36,8 @@ def check_roles(raw: RawConfig, config: Config) -> None:
 
 
 def _head_fits(config: Config) -> bool:
-    """Returns True without a draft head, or if blocks of the head's cache arrays are as large as those of the model's.
+    """Returns True if there is no draft head, or if a block has the same size in the head's cache arrays as in the
+    model's.
 
     A block of the hand-over pool has parts of one size, one for each array (``HandOverLayout``). A layer with latent
     attention has one array, and other layers have two. So layers of equal size may have arrays of different sizes.

@@ -10,7 +10,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 MAX_SECONDS = 86_400.0
-"""Maximum of all settings in seconds: one day."""
+"""Maximum value of each setting that is a time in seconds: one day."""
 AUTO_SIZE = 0
 """The number that stands for ``auto``, in keys whose other values are integers above 0."""
 _METADATA_KEY = "config_key"

@@ -122,7 +122,7 @@ class Vitals:
         if forecast_s is None:
             self._seconds_before = {}
             return None
-        if now - last_result >= patience_s:  # children are only read now, because this takes milliseconds
+        if now - last_result >= patience_s:  # child processes are read only now, because reading takes milliseconds
             threads += [_threads(pid) for pid in _descendants(self._pids)]
         used_s = self._longest_computation(threads)
         if used_s < patience_s:

@@ -7,8 +7,8 @@ and gains of each step. So it limits the loss even if the expectation is wrong.
 from __future__ import annotations
 
 SHARE = 0.01
-"""The debt falls by this fraction of the time of each plain step. So in a long run, the draft model loses at most this
-fraction of the time.
+"""The debt falls by this fraction of the time of each plain step. So over a long time, the draft model can lose at most
+this fraction of the time.
 """
 STAKE_STEPS = 16
 """The stake after a trial: the time of this number of plain steps."""
@@ -50,5 +50,7 @@ class Balance:
         self._stake_s = min(self._stake_s - loss_s, STAKE_STEPS * plain_s)
 
     def renew_stake(self, plain_s: float) -> None:
-        """Sets the stake to its full size. Call this method after each step of a trial, which costs no stake."""
+        """Sets the stake to its full size. Call this method after each step of a trial, because the loss of a trial
+        does not reduce the stake.
+        """
         self._stake_s = STAKE_STEPS * plain_s

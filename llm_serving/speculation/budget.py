@@ -8,8 +8,8 @@ from __future__ import annotations
 SHARE = 0.05
 """Fraction of a request's step time that building its drafts may take if no draft is right."""
 MAX_CREDIT = 4.0
-"""Maximum time that a request saves up for drafts, in multiples of the time of a token. It limits how long useless
-drafts are built after useful ones.
+"""Maximum time that a request saves up for drafts, in multiples of the time of a token. It limits for how long wrong
+drafts are built after right ones.
 """
 MAX_REST = 128
 """Maximum number of decode steps for which no drafts are built for a request. It limits the effect of one slow

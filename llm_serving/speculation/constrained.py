@@ -16,8 +16,8 @@ class Draft:
     """Guesses of a sequence's next tokens.
 
     ``matches`` says where each token comes from. A number n from 2 to 8: the last n tokens before the draft also occur
-    earlier in the text, where the draft followed them. The larger numbers are constants of
-    ``llm_serving.speculation.costs``, for example ``FORCED``.
+    earlier in the text, where the draft followed them. Larger numbers are constants of
+    ``llm_serving.speculation.costs``, for example ``FORCED``, and name other sources.
     """
 
     token_ids: list[int] = field(default_factory=list)

@@ -31,15 +31,16 @@ _STALE_STEPS = 512
 """A measurement is forgotten after this number of steps without a new one."""
 _FIRST_CHANCE = {2: 0.05, 3: 0.15, 4: 0.3, 5: 0.45, 6: 0.6, 7: 0.7, 8: 0.8, FORCED: 0.9, MODEL: 0.6}
 _FIRST_CHANCE |= {SEEN: 0.5, REPEATED: 0.8}
-"""Assumed probability that a draft is right, by length of its match, until drafts are compared with sampled tokens.
-Short matches often occur by coincidence, so steps verify their drafts only after many of them were right.
+"""Assumed probability that a draft is right, by the length of its match. It is used until drafts have been compared
+with sampled tokens. Short matches often occur by coincidence, so steps verify their drafts only after many of them were
+right.
 """
 _PRIOR_WEIGHT, _CLASS_DECAY, _OWN_DECAY = 4.0, 0.98, 0.85
 """Weight of the first guess, and how slowly old drafts are forgotten: those of all sequences, then of one sequence."""
 
 
 class StepCosts:
-    """Running means of the time of decode steps, by their number of entries, and of the host's time between steps.
+    """Running means: of the time of a decode step for each number of entries, and of the host's time between two steps.
 
     Times are seconds.
     """

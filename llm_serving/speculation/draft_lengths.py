@@ -21,7 +21,7 @@ TRIAL_INTERVAL = 1024
 has not gained its losses back.
 """
 MAX_TRIAL_INTERVAL = 16 * TRIAL_INTERVAL
-"""Maximum of ``TRIAL_INTERVAL`` after it was doubled several times."""
+"""Maximum number of plain decode steps between two trials. The doubling of ``TRIAL_INTERVAL`` ends at this number."""
 CATCH_UP_STEPS = 64
 """Number of decode steps in which drafts must gain the time of computing the tokens that the draft model has missed."""
 

@@ -8,8 +8,8 @@ from llm_serving.speculation.costs import StepCosts
 class Gains:
     """The gain of decode steps with drafts, for a fixed number of sequences.
 
-    The gain is the number of tokens per second, divided by that of a plain step, which has no drafts. An instance keeps
-    the estimates of the time at which it was created.
+    The gain is the number of tokens per second of a step with drafts, divided by the tokens per second of a plain step
+    (a step without drafts). An instance keeps the estimates of the time at which it was created.
     """
 
     def __init__(self, costs: StepCosts, num_sequences: int, max_drafts: int) -> None:
@@ -22,7 +22,7 @@ class Gains:
                 break
             times.append(seconds + costs.gap_s)
         self._times = [num_sequences * seconds / plain_s for seconds in times] if plain_s else [float(num_sequences)]
-        """For each number of drafts: the number of tokens that a step must give for a gain of 1."""
+        """For each number of drafts: the number of tokens that a step with these drafts must give for a gain of 1."""
         self._slopes = _least_slopes(self._times)
         self.max_drafts = len(times) - 1
         self.largest = max(self.of(size, num_sequences + size) for size in range(len(times)))

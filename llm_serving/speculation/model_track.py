@@ -15,8 +15,8 @@ class ModelTrack:
     """The drafts that came with the last result."""
     chance: OwnChance = field(default_factory=OwnChance)
     num_computed: int = 0
-    """Number of the request's tokens that the draft model has computed. It computes the missing tokens before its next
-    draft.
+    """Number of the request's tokens that the draft model has computed. It computes the remaining tokens before it
+    makes its next draft.
     """
     is_behind: bool = False
     """True if the draft model made no draft although one was wanted. It cannot compute the request, for example because

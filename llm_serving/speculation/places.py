@@ -16,7 +16,7 @@ MAX_ALLOWED = 1024
 choice says little about the next token.
 """
 MAX_PLACES = 1024
-"""Maximum number of places in a ``Places``. It bounds its memory to about 200 KB."""
+"""Maximum number of places that a ``Places`` object remembers. It limits the memory of the object to about 200 KB."""
 
 
 def place_of(mask: Mask) -> int | None:

@@ -125,11 +125,13 @@ class Speculator:
             DraftLengths(self._costs, max_drafts, max_entries, MIN_GAIN, always=always) if has_model else None
         )
         self._gains: dict[int, Gains] = {}
-        """The gains by number of sequences. This cache is cleared when the estimates change."""
+        """A ``Gains`` object for each number of sequences. This cache is cleared when the estimates of step times
+        change.
+        """
         self._tracks: dict[Request, _Track] = {}
         self._offers: dict[str, list[int]] = {}
         self._places: dict[bytes, Places] = {}
-        """The places of requests by cache salt, the salt that was used last at the end."""
+        """The ``Places`` object of each cache salt. The salt that was used last is at the end."""
         self._num_drafted = 0
 
     def take_offers(self) -> list[tuple[str, list[int]]]:
