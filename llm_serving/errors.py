@@ -227,8 +227,12 @@ class SelfCheckError(AgentLostError):
 
 
 class GroupDownError(AgentError):
-    """Another agent of the group has ended or is late, so this agent cannot finish their common step."""
+    """Another agent of the group has ended or is too slow, so this agent cannot finish the step that all of them
+    compute.
+    """
 
 
 class GroupBrokenError(GroupDownError):
-    """An agent failed in a step for which the other agents of its group wait. All agents of the group end."""
+    """An agent failed in the middle of a step, for which the other agents of its group wait. All agents of the group
+    end.
+    """

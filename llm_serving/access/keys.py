@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
 PREFIX = "sk-llm-"
-"""Beginning of a new key, so that people and scanners of source code recognise it."""
+"""Text at the beginning of each new key. People and scanners of source code recognise a key by this text."""
 KEY_BYTES = 32
 """Number of random bytes in a new API key."""
 MIN_KEY_CHARS = 32
@@ -173,7 +173,8 @@ _OPTIONS: Mapping[str, Callable[[str, str], object]] = {
     "priority": _priority,
     "models": _models,
 }
-"""The options of a line, by name. Each function checks the text after ``=`` and returns the value."""
+"""Maps the name of an option in a line to a function. The function checks the text after ``=`` and returns its value.
+"""
 
 WORDS = ("admin", "sessions")
 """The rights that a single word grants, without a value."""

@@ -14,7 +14,7 @@ from llm_serving.config.serving_section import ServingConfig
 from llm_serving.errors import ConfigError
 
 BACKLOG = 2048
-"""Maximum number of connections that wait until a listening socket accepts them."""
+"""Maximum number of new connections that wait at a listening socket until the server accepts them."""
 
 UNIX_MODES = {"owner": 0o600, "group": 0o660, "all": 0o666}
 """Permission bits of a UNIX socket for each value of ``serving_config.unix_socket_users``."""

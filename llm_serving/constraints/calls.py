@@ -40,7 +40,8 @@ class UnsupportedToolError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CallableTool:
-    """The facts about a tool that its grammar needs. If ``is_strict`` is False, the arguments may be any JSON object.
+    """The properties of a tool that determine its grammar. If ``is_strict`` is False, the arguments may be any JSON
+    object.
     """
 
     name: str

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 MAX_GRAMMAR_BYTES = 65536
 """Maximum length of a schema, a regular expression or a grammar, in bytes of UTF-8."""
 MAX_CHOICES = 1024
-"""Maximum number of strings of a choice."""
+"""Maximum number of strings from which the generated text is chosen (``choice_grammar``)."""
 MAX_COMPOSED_BYTES = 4 * MAX_GRAMMAR_BYTES
 """Maximum length of a grammar that the server has composed from several schemas."""
 JSON_SCHEMA, REGEX, LARK, COMPOSED = "json_schema", "regex", "lark", "composed"

@@ -67,7 +67,7 @@ class BeamLogits(Sequence[TokenLogits]):
         return self._tree.entries[chosen] if isinstance(chosen, int) else [self._tree.entries[one] for one in chosen]
 
     def _numbers(self) -> list[int]:
-        """Returns the number of each token of the beam in the tree."""
+        """Returns, for each token of the beam, its number in the tree."""
         numbers, number = [], self._last
         while number >= 0:
             numbers.append(number)

@@ -172,7 +172,8 @@ class BeamSearch:
         )  # fmt: skip
 
     async def run(self) -> SearchResult:
-        """Runs the search. Raises the error that ends the search early, for example if one of its requests is refused.
+        """Runs the search. If an error stops the search, raises this error, for example if one of its requests is
+        refused.
 
         When this method returns or raises, ``whole`` has ended.
         """

@@ -1,4 +1,4 @@
-"""Texts for users that both hubs share: progress, errors, and advice for machines without a network."""
+"""Texts for users of Hugging Face and of ModelScope: progress, errors, and advice for machines without a network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policy ``chunked``: every step has decoding sequences and chunks of prompts, if there are both."""
+"""Policy ``chunked``: one step may have both decoding sequences and chunks of prompts."""
 
 from __future__ import annotations
 

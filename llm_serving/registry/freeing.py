@@ -54,9 +54,11 @@ class LargeBodies:
 
     def __init__(self) -> None:
         self._is_pending = False
-        """Whether a timer runs."""
+        """Whether a timer runs, after which the free memory is returned."""
         self._is_again = False
-        """Whether a large body has been read since the timer was started. The timer then starts once more."""
+        """Whether another large body has been read since the timer was started. If so, a second timer follows the
+        first.
+        """
 
     def note(self, num_bytes: int) -> None:
         """Records that a body of ``num_bytes`` has been read.

@@ -98,10 +98,10 @@ def check_models(models: Sequence[PlannedModel], arbiter: Arbiter) -> None:
 
 
 def with_log_folder(config: Config, number: int) -> Config:
-    """Returns the config of version ``number`` of a model. The agents of each version write their logs to another
-    folder.
+    """Returns the config of version ``number`` of a model. It names the folder for the logs of the version's agents.
 
-    Two versions of a model run at the same time during a reload. Version 0 has the folder that the config states.
+    The folder differs from that of the version before, because both run at the same time during a reload. Version 0 has
+    the folder that the config states.
     """
     if number == 0:
         return config

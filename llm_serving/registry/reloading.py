@@ -121,8 +121,8 @@ class _Reload(Generic[V]):
             self._old.engine.adapters.thaw()
 
     async def check_adapters(self, adapters: list[Adapter]) -> None:
-        """Checks that the new version can use the LoRA adapters of the old version. The check comes early, because the
-        old version may have to end before the new version loads them.
+        """Checks that the new version can use the LoRA adapters of the old version. The check runs before the old
+        version ends, because the new version may load the adapters only after that.
 
         Raises ModelStateError if the new version cannot use an adapter, or if the old version has ended meanwhile.
         """

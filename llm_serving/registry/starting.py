@@ -30,7 +30,9 @@ from llm_serving.telemetry.metrics import Metrics
 V = TypeVar("V")
 
 MakeView = Callable[[AsyncEngine, EventLog], V]
-"""Creates the view of a version. It may take long, so it is not called on the event loop's thread."""
+"""Creates the view of a version, through which the HTTP edge uses it. This may take long, so another thread than the
+event loop's calls the function.
+"""
 
 
 class VersionStarter(Generic[V]):

@@ -58,7 +58,9 @@ HEADER_TIMEOUT_S = 15.0
 """Maximum time in seconds until a request's headers have arrived. For the first request of a connection, the time
 begins when the connection opens. For later requests, it begins with their first byte."""
 MESSAGE_TIMEOUT_S = BODY_TIMEOUT_S + 5.0
-"""Maximum time in seconds from a request's headers to its end. It also applies if no handler reads the body."""
+"""Maximum time in seconds from the end of a request's headers to the end of its body. It also applies if no handler
+reads the body.
+"""
 MAX_HEADER_BYTES = 64 * 1024
 """Maximum size of the headers of a request."""
 MAX_FRAMING_RATIO = 8

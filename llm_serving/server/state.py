@@ -277,7 +277,9 @@ class ServerState:
             self.refuse_if_full(tenant)
 
     def early_refusal(self, tenant: str) -> QueueFullError | None:
-        """Returns the error that ``check_queue`` would raise, or None. Also logs and counts the refusal, as it does."""
+        """Returns the error that ``check_queue`` would raise, or None. Like ``check_queue``, also logs and counts the
+        refusal.
+        """
         return self._full(tenant) if self._has_one_queue else None
 
     def refuse_if_full(self, tenant: str) -> None:

@@ -97,7 +97,7 @@ class SessionBook:
         self._sessions[tenant, session.session_id] = session
         self._counts[tenant] = self._counts.get(tenant, 0) + 1
         self._num_bytes += len(session.tokens)
-        if self._counts[tenant] > self._max_per_tenant:  # at most one session too many
+        if self._counts[tenant] > self._max_per_tenant:  # by one session, because only one was added
             self.remove(*next(key for key in self._sessions if key[0] == tenant))
         while self._num_bytes > self._max_bytes:
             self.remove(*next(iter(self._sessions)))

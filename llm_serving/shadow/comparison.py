@@ -22,7 +22,7 @@ MAX_RATIOS = 1024
 
 @dataclass(frozen=True, slots=True)
 class ScoredAnswer:
-    """The score of an answer by one model."""
+    """The score that one model gives to an answer."""
 
     logits: Sequence[TokenLogits]
     """One entry for each token of the answer: its log-probability, and the most likely token at this position."""
@@ -44,7 +44,8 @@ class Comparison:
     max_difference: float = 0.0
     """Largest absolute difference of the log-probabilities of a token, in nats."""
     ratios: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_RATIOS))
-    """For each of the latest answers: the candidate's time divided by the main model's time."""
+    """For each of the latest answers: the candidate's time to score it, divided by the main model's time to score it.
+    """
 
     def add(self, main: ScoredAnswer, candidate: ScoredAnswer) -> None:
         """Counts an answer that both models have scored."""
@@ -72,7 +73,9 @@ class Comparison:
 
     @property
     def latency_ratio(self) -> float | None:
-        """Median of the candidate's time divided by the main model's. None without answers."""
+        """Median of ``ratios``: the candidate's time to score an answer, divided by the main model's. None without
+        answers.
+        """
         ordered = sorted(self.ratios)
         return ordered[len(ordered) // 2] if ordered else None
 

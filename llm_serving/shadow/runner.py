@@ -1,4 +1,5 @@
-"""Runs shadow serving: selects a fraction of the answers, and compares the scores of both models.
+"""Runs shadow serving: selects a fraction of the main model's answers. Lets the main model and the candidate score
+them, and compares the scores.
 
 The models score an answer after its last byte was sent, and only while no user has requests (unless ``while_busy`` is
 set). The runner starts no model. While the candidate is not in memory, answers are left out.
@@ -35,7 +36,7 @@ Score = Callable[[AsyncEngine, ServedAnswer], Coroutine[Any, Any, ScoredAnswer]]
 
 
 class View(Protocol):
-    """The part of a model version's view that the runner uses."""
+    """The part of a model version's ``ServerState`` that the runner uses."""
 
     @property
     def engine(self) -> AsyncEngine: ...

@@ -22,7 +22,9 @@ class AdapterFigures(Protocol):
 
 
 class AdapterCollector(Collector):
-    """Collects the adapter slots, and the open requests of each loaded adapter. Without slots, there are no metrics."""
+    """Collects the number of adapter slots, and of the open requests of each loaded adapter. Without adapter slots,
+    there are no metrics.
+    """
 
     def __init__(self, adapters: Callable[[], AdapterFigures]) -> None:
         self._adapters = adapters

@@ -262,7 +262,9 @@ class Receipt:
 
 
 def _difference(total: dict[BlockReason, int], before: dict[BlockReason, int]) -> dict[BlockReason, int]:
-    """Returns the increase of each reason. Reasons without an increase are left out."""
+    """Returns, for each reason, by how many microseconds ``total`` exceeds ``before``. Leaves out reasons without an
+    increase.
+    """
     more = {reason: total_us - before.get(reason, 0) for reason, total_us in total.items()}
     return {reason: us for reason, us in more.items() if us > 0}
 

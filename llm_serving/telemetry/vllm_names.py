@@ -1,7 +1,7 @@
 """The names under which vLLM's dashboards and the Gateway API Inference Extension look for the server's metrics.
 
-``VLLM_NAMES`` has one row for each of these names. The metrics are copies that are made at each scrape, so that both
-names always show the same values.
+``VLLM_NAMES`` has one row for each of these names. The metrics are copied at each scrape, so that a metric and its copy
+always show the same values.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ _PART = re.compile(r"messages\[(\d+)\]\.content\[(\d+)\]\.image_url(\.url)?")
 class ImageField:
     """The field names by which an error refers to one image. They are fields of the client's original request.
 
-    If the image belongs to an earlier response, both names are the field that names this response.
+    If the image belongs to an earlier response, ``image`` and ``url`` both name the field that has the id of this
+    response.
     """
 
     image: str

@@ -27,7 +27,7 @@ SessionId = Annotated[str | None, Field(pattern=f"^{ID_PATTERN}$")]
 
 
 class SchedulingFields(RequestModel):
-    """Body fields of all endpoints that generate text: scheduling, prefix cache and receipt.
+    """Body fields of all endpoints that generate text. They control the scheduling, the prefix cache and the receipt.
 
     These fields do not change the generated text.
     """
@@ -108,7 +108,8 @@ def deadline_of(fields: RequestModel | None, request: Request) -> float | None:
 def _urgency(fields: RequestModel | None, request: Request) -> dict[str, Any]:
     """Returns the values of the body fields in ``SCHEDULING_HEADERS``, by name.
 
-    The value of a field that the body does not set comes from its header. It is None if both are missing.
+    The value of a field that the body does not set comes from its header. It is None if the body and the headers lack
+    it.
     """
     given = {alias: request.headers[alias] for alias in SCHEDULING_HEADERS.values() if alias in request.headers}
     try:
@@ -145,14 +146,17 @@ def tenant_name(visit: Visit | None, headers: Headers) -> str:
 def _owner(request: Request) -> bytes:
     """Returns the name of the request's API key, or the bearer token if the server has no keys.
 
-    The cache salt is made from the result, so that requests with other keys do not share blocks of the prefix cache.
+    The cache salt is made from the result, so that requests with different keys do not share blocks of the prefix
+    cache.
     """
     visit = visit_of(request)
     return visit.name.encode() if visit is not None and visit.name else _api_key(request.headers)
 
 
 def _api_key(headers: Headers) -> bytes:
-    """Returns the API key after ``Bearer`` in the header ``Authorization``, or in ``X-Api-Key``. Empty without both."""
+    """Returns the API key after ``Bearer`` in the header ``Authorization``, or in ``X-Api-Key``. Empty without these
+    headers.
+    """
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if not scheme:
         return headers.get("x-api-key", "").strip().encode()

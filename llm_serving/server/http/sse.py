@@ -278,7 +278,8 @@ class EventStream:
             await asyncio.sleep(0)
 
     async def _write_held_back(self, channel: StreamChannel) -> None:
-        """Writes the pieces that were kept because the socket accepted no data. The event of an error follows them.
+        """Writes the pieces that were kept because the socket accepted no data. The caller then writes the event of an
+        error.
 
         After every ``INLINE_ITEMS`` tokens and log-probabilities, lets other tasks run.
         """

@@ -227,7 +227,7 @@ async def _identity(tiers: KvTiers, polls_per_gb: int = 0) -> BlockIdentity:
     except (CheckpointError, OSError) as error:
         raise UnavailableError(f"Sessions are not possible now: {error}.", "weights_changed") from None
     num_polls -= int((time.monotonic() - begun) / _POLL_S)
-    for _ in range(max(1, num_polls)):  # a pause of the server process during this loop counts as one poll
+    for _ in range(max(1, num_polls)):  # counts polls and not seconds: the server process may be suspended
         if not tiers.waits_for_nodes:
             return identity
         await asyncio.sleep(_POLL_S)
