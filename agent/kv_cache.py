@@ -39,7 +39,7 @@ class KVCache:
         self._host_layouts = _layouts(config, ops, config.num_pool_blocks)
         self._names = [name for part in layouts for name in self._names_of(part)]
         self.num_bytes = len(self._layers) * sum(map(_num_bytes, layouts.values()))
-        """Size of the device's cache in bytes."""
+        """Size of the KV cache in bytes, without the host pool."""
         self._pool = None if pool is None else self._shared_pool(pool)
         self._ops = ops
         self.arrays: dict[str, Array] = {}

@@ -122,7 +122,7 @@ class SequenceStates:
         self._nexts[rows, write] = np.stack([begins + step.settled, begins + step.lens], axis=1)
 
     def _resumed(self, moves: Int32Array, begins: _Ints) -> _Ints:
-        """Returns, for each run, the number of the state of the snapshot from which it resumes, or -1."""
+        """Returns, for each run, the index of the snapshot state from which the run resumes, or -1."""
         resumed = np.full(begins.size, _NONE, np.int64)
         if not moves.size:
             return resumed

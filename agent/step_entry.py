@@ -1,4 +1,5 @@
-"""The first input of a step's graph: token ids, embeddings with images, or hidden states of the previous stage."""
+"""The first input of a step's graph: token ids, embeddings of text and images, or hidden states of the previous stage.
+"""
 
 from __future__ import annotations
 

@@ -75,8 +75,8 @@ class Drafter:
         self._is_off = False
 
     def load(self, report: Callable[[int, int], None], model: LoadedModel) -> None:
-        """Loads and compiles the draft model for ``model``. ``report`` gets the numbers of loaded and of all
-        tensors.
+        """Loads and compiles the draft model for ``model``. ``report`` is called with the number of loaded tensors and
+        the number of all tensors.
 
         Raises CheckpointError or AgentStartError.
         """

@@ -46,7 +46,8 @@ class HeadNetwork(DraftNetwork):
     def load_head(self, report: Callable[[int, int], None], model: LoadedModel) -> None:
         """Loads the weights and allocates the KV cache. The head uses the embedding of ``model``.
 
-        ``report`` gets the numbers of loaded and of all tensors. Raises CheckpointError or AgentStartError.
+        ``report`` is called with the number of loaded tensors and the number of all tensors. Raises CheckpointError or
+        AgentStartError.
         """
         from agent.layers.parameter import bind
         from agent.models.heads import EMBEDDING, HeadDefinition

@@ -50,8 +50,8 @@ class DraftNetwork:
         return self._model
 
     def load(self, report: Callable[[int, int], None]) -> None:
-        """Loads the weights and allocates the KV cache. ``report`` gets the numbers of loaded and of
-        all tensors.
+        """Loads the weights and allocates the KV cache. ``report`` is called with the number of loaded tensors and the
+        number of all tensors.
 
         Raises CheckpointError or AgentStartError.
         """

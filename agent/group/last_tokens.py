@@ -80,10 +80,9 @@ class SharedLastTokens:
         self.record(slot)
 
     def record(self, slot: StepSlot) -> int:
-        """Records, for the batch rows that the step in ``slot`` samples, the number of this step. Counts the step.
+        """Records, for the batch rows that the step in ``slot`` samples, the number of this step.
 
-        Returns the number of the step.
-        """
+        Increases the count of steps. Returns the number of the step."""
         number = self._steps
         self._sampled_in[_sampled_rows(slot)] = number
         self._steps += 1

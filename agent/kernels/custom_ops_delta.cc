@@ -74,7 +74,7 @@ int check_saves(const Tensors& t, const DeltaRun& run, int64_t index, int64_t nu
   for (int i = 0; i < kDeltaSaves; ++i) {
     const auto& save = run.saves[i];
     if (save.after == 0) {
-      last = run.tokens;  // all later entries must be unused too
+      last = run.tokens;  // so the check below refuses later elements that are used
       continue;
     }
     if (save.after <= last || save.after > run.tokens || save.to < 0 || save.to >= num_states || save.to == run.read ||

@@ -37,7 +37,7 @@ class Weight(nn.Cell):
         return (self.weights(), self.adapter_a, self.adapter_b) if self.is_adapted else self.weights()
 
     def weights(self) -> Any:
-        """Returns the weight without adapters."""
+        """Returns the weight with its scales and offsets, but without the matrices of adapters."""
         if self.scale is None:
             return self.weight
         if self.sum_offset is not None:

@@ -89,7 +89,8 @@ def _channels(name: str, delta: GatedDelta, rest: tuple[int, ...]) -> tuple[Weig
 
 
 def _grouped_projection(delta: GatedDelta, hidden: int, theirs: str) -> tuple[WeightPart, ...]:
-    """Returns the parts of Qwen3-Next's first linear layer: queries, keys, values, output gates z, b and a.
+    """Returns the parts of Qwen3-Next's first linear layer: queries, keys, values, gates (z), strengths (b), decays
+    (a).
 
     The checkpoint's two tensors are grouped by key head. A group of the first tensor has the rows of the query, the
     key, the values and z. A group of the second tensor has b and a of its value heads.

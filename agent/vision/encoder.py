@@ -124,7 +124,8 @@ def _gelu(values: Floats) -> Floats:
 
 
 def _position_ids(side: int) -> npt.NDArray[Any]:
-    """Returns the number of each patch's position embedding, with the rounding errors of the library transformers.
+    """Returns, for each patch, the index of its position embedding, with the rounding errors of the library
+    transformers.
 
     That library divides positions in float32. So a patch may get the embedding of the position before its own.
     """

@@ -160,7 +160,7 @@ def rotate(x: Floats, cos: Floats, sin: Floats) -> None:
 
 
 def window_patches(rows: int, columns: int, size: int, joined: int) -> list[Numbers]:
-    """Returns the numbers of the patches of each window. Windows at the right and at the bottom may be smaller.
+    """Returns, for each window, the indices of its patches. Windows at the right and at the bottom may be smaller.
 
     The tile has ``rows`` x ``columns`` squares, and each square has ``joined`` patches. A window has ``size`` x
     ``size`` squares.

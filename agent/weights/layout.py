@@ -22,7 +22,7 @@ class RowsOf:
     shape: tuple[int, ...]
     """Name and shape of the larger tensor."""
     first: int
-    """Row of the larger tensor at which the tensor begins."""
+    """Row of the larger tensor at which the smaller tensor begins."""
     head_order: tuple[int, ...] = ()
     """For each row of a head in the model, its index among the stored rows of the head. () means the stored order."""
     stored_head: int = 0

@@ -88,7 +88,7 @@ enum ScratchSlot : int {
   kScratchLora = 17,         // products with the matrices A of adapters (used by the calling thread)
   kScratchLoraWeights = 18,  // the adapter of each row of a linear layer (used by the calling thread)
   kScratchLoraRows = 19,     // activations as floats, for the products with A (used by each thread)
-  kScratchDelta = 20,        // one value head of gated linear attention (used by each thread)
+  kScratchDelta = 20,        // buffers for a value head of gated linear attention (used by each thread)
   kScratchSlots = 21
 };
 

@@ -11,7 +11,7 @@ namespace llmk {
 struct alignas(64) FlagLine {
   std::atomic<uint32_t> value;
   std::atomic<uint32_t> sleepers;
-  uint32_t num_bytes[2];  // sizes of the last two pieces of data that the counter announced, by value % 2
+  uint32_t num_bytes[2];  // sizes of the last two pieces of data that the counter announced; index: value % 2
 };
 static_assert(sizeof(FlagLine) == 64, "a flag has a cache line to itself");
 static_assert(std::atomic<uint32_t>::is_always_lock_free, "processes share no locks");

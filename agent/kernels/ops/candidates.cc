@@ -21,7 +21,7 @@ constexpr double kOrderError = 1e-12;
 
 struct Token {
   float raw;     // logit of the model
-  float logit;   // after penalties
+  float logit;   // logit after penalties
   float scaled;  // logit after penalties, divided by the temperature
   int32_t id;
 };

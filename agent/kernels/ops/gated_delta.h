@@ -42,7 +42,7 @@ constexpr int kDeltaSaves = 2;  // maximum number of states that a run saves in 
 // A run: consecutive tokens of one sequence, and the states that it reads and writes.
 struct DeltaRun {
   int32_t first_token, tokens;
-  int32_t read, write;  // numbers of states; read is -1 if the run begins with the sequence
+  int32_t read, write;  // indices of two states; `read` is -1 if the run has the first token of its sequence
   // Saved states: the state number `to` receives the state after the run's first `after` tokens. Used elements of the
   // array come first, in ascending order of `after`. In an unused element, `after` is 0.
   struct {

@@ -9,7 +9,7 @@
 //   weights  the scores of these experts; if `normalised`, divided by (the sum of these scores + 1e-20); then times
 //            `factor`
 //
-// On a tie, the first group or expert is chosen. The numbers of a row depend only on that row.
+// On a tie, the first group or expert is chosen. The results of a row depend only on that row.
 #pragma once
 #include <cstdint>
 

@@ -13,14 +13,14 @@
 namespace llmk {
 
 // The checksum of a block works like that of XXH3 (Collet, 2019). The block is read in stripes of eight 64-bit words,
-// one for each of eight lanes. A lane adds the product of the two halves of its word, after an XOR with a key. It also
-// adds the word of the neighbouring lane. The stripes of a round have different keys, and at the end of a round the
-// lanes are mixed. So a checksum depends on the order of the bytes. It takes less time than the copy of the block.
-// CRC-32C with one lane would take as long as the copy.
+// one for each of eight lanes. Each lane has a sum. It adds the product of the two halves of its word, after an XOR
+// with a key, and the word of the neighbouring lane. The stripes of a round have different keys, and at the end of a
+// round the lanes are mixed. So a checksum depends on the order of the bytes. Computing the checksum takes less time
+// than copying the block. CRC-32C with one lane would take as long as the copy.
 constexpr int64_t kLanes = 8;
 constexpr int64_t kStripe = 8 * kLanes;  // bytes of a stripe
 constexpr int64_t kRound = 16;           // number of stripes in a round
-constexpr int64_t kPiece = 8 << 10;      // bytes that stay in the first-level cache between copy and checksum
+constexpr int64_t kPiece = 8 << 10;      // bytes that are copied and then summed at a time, within the L1 cache
 constexpr int64_t kAhead = 8 << 10;      // bytes of the next part that are prefetched
 constexpr uint64_t kMix = 0x9E3779B1;
 
@@ -132,8 +132,8 @@ static void finish(const Sum& sum, uint64_t* checksum) {
 }
 
 // Copies a part of a block and adds its bytes to the checksum. With AVX2, whole stripes are read once, for both the
-// copy and the checksum. All other bytes are copied first. Then they are read again for the checksum from `summed`,
-// which is equal to `to` or to `from`.
+// copy and the checksum. All other bytes are copied first, and then read again from `summed` for the checksum. The
+// pointer `summed` is either `to` or `from`.
 //
 // At the same time, prefetches the rest of the source, and then `next`, the start of the next part. The parts of a
 // block are in different arrays, so the hardware prefetchers cannot find the next part.

@@ -214,8 +214,8 @@ int check_linear(const char* op, const LinearArgs& args);
 constexpr int64_t kPanelColumns = 64;
 
 struct WeightShape {
-  int64_t panels, step_depth, step_bytes;  // number of panels, depths in one step of a panel, bytes of this step
-  int64_t steps, group_steps, groups;      // number of steps in the whole depth and in a full group, number of groups
+  int64_t panels, step_depth, step_bytes;  // number of panels; depths in a step; bytes of a step of 64 columns
+  int64_t steps, group_steps, groups;      // steps in the whole depth; steps in a full group; number of groups
   int64_t scale_bytes;                     // bytes of the scales and zero points of one group
   int64_t panel_bytes;
 };

@@ -91,7 +91,7 @@ struct HalfPanel {
   const float* scales;  // scales of the columns; used only without groups
   const float* bias;    // null: the weight has no bias
   const int32_t* sum_offsets;  // null: the weight has no static inputs
-  int64_t first;        // number of the first of the 32 columns, in the order of the panels
+  int64_t first;        // index of the first of the 32 columns, in the order of the panels
   int64_t column[2], width[2];  // first output column of each vector, and number of output columns from there on
   bool whole;                   // true: every vector that is stored has 16 output columns
 

@@ -14,7 +14,7 @@ struct LogitsPasses {
   // writes the tokens with low < x <= high to ids and returns their number
   int64_t (*collect)(const float* row, int64_t size, float low, float high, int32_t* ids);
   int64_t (*first_equal)(const float* row, int64_t size, float value);                      // -1: not found
-  void (*weights)(const float* values, int64_t size, float top, float* out);     // e^(x - top)
+  void (*weights)(const float* values, int64_t size, float top, float* out);     // writes e^(x - top)
 };
 
 #ifdef LLMK_ARCH

@@ -19,7 +19,7 @@ std::unordered_map<const void*, std::vector<const LoraWeight*>>& adapters() {
 // The memory that shrink_rows() needs for one linear layer. It is part of the scratch memory of the calling thread.
 struct Memory {
   const LoraWeight* const* weights;  // [rows] the adapter of each row, or null
-  float* shrunk;                     // [rows][stride]
+  float* shrunk;                     // [rows][stride]: products with A
   ShrinkTile* tiles;                 // at most one for each row
   int32_t* order;                    // [rows] rows with an adapter, grouped by adapter
 

@@ -52,8 +52,8 @@ struct LoraRows {
 constexpr int kShrinkRows = 4;
 struct ShrinkTile {
   const LoraWeight* weight;
-  const void* x[kShrinkRows];  // [depth] of the weight's type
-  float* out[kShrinkRows];     // [rank_groups][16]
+  const void* x[kShrinkRows];  // for each row: its activations [depth], of the weight's type
+  float* out[kShrinkRows];     // for each row: its products with A, [rank_groups][16]
   int32_t rows;
 };
 

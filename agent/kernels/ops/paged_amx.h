@@ -73,7 +73,7 @@ static inline void configure_products(int64_t rows) {
 template <class F>
 struct TileRows {
   const Unit *upper, *lower;
-  int64_t stride;  // in units
+  int64_t stride;  // distance between rows, in units
 
   static LLMK_MEMBER TileRows of_queries(const TaskRows& all, int64_t row) {
     const int64_t stride = F::kPasses * all.query_units;

@@ -310,9 +310,9 @@ static inline void place_values(const RotaryAttentionArgs& args, const HeadTile&
 struct TaskMemory {
   TaskRows all;
   PanelMemory panels;
-  BlockMemory block[2];     // attend_blocks() uses both entries, other functions only the first
+  BlockMemory block[2];     // attend_blocks() uses both elements, other functions only the first
   float* buffer;            // working memory of write_tokens() and load_rotated()
-  int64_t *visible, *first;  // [rows]: a row sees keys [first, visible); null `first`: 0
+  int64_t *visible, *first;  // [rows]: a row sees keys [first, visible), or [0, visible) if `first` is null
 };
 
 // Prepares the keys and values that attend_block() reads: prefetches them, and unpacks scales and values to panels.

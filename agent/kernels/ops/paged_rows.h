@@ -64,8 +64,8 @@ LLMK_INLINE int64_t chunk_groups(int64_t heads) { return smaller(kPartGroups, la
 
 // The state of the online softmax of some rows, over the keys processed so far.
 struct SoftmaxState {
-  float* best;  // [rows], largest score * factor: the exponent m
-  float* mass;  // [rows]
+  float* best;  // [rows]: the largest value of score * factor, an exponent of 2
+  float* mass;  // [rows]: sum of the weights
   float* sums;  // [rows][padded_dim]: weighted sums of values
 };
 
@@ -102,10 +102,10 @@ struct GroupRange {
 
 // Memory of a block of rows. The row with number h * rows + r is row r of head h of the block.
 struct BlockMemory {
-  float* scores;      // [rows][kScoreStride]; kPartition entries are used
-  Unit* weights;      // softmax weights [rows][kWeightStride]: a row begins with [passes][units of a partition]
+  float* scores;      // [rows][kScoreStride]; the first kPartition elements of a row are used
+  Unit* weights;      // softmax weights [rows][kWeightStride]; used part of a row: [passes][units of a partition]
   float* steps;       // [rows]: factor by which sums of weight * value are multiplied
-  SoftmaxState part;  // softmax of this partition
+  SoftmaxState part;  // state of the softmax over the keys of this partition
 };
 
 // Distance between two rows of scores. It is an odd number of cache lines. If it were a power of two, all rows would

@@ -62,7 +62,7 @@ struct BFloat16Form {
   // of the values is not biased by rounding.
   struct Weights {
     Unit* out;
-    Vec masses[2] = {zero(), zero()};  // sums over even and over odd pairs of groups of keys
+    Vec masses[2] = {zero(), zero()};  // sums of rounded weights: of the even and of the odd pairs of key groups
 
     LLMK_MEMBER Weights(const float*, float, Unit* out) : out(out) {}
     LLMK_MEMBER void put(int64_t group, Vec first, Vec second) {

@@ -33,7 +33,7 @@ struct PrimitiveWeight {
   // 1: values are [columns, depth], scales [columns, groups]. 0: values are [depth, columns], scales [groups, columns].
   int32_t transposed;
   int32_t float_products;  // for int8 values: 1 if the activations stay floats (WeightQuantBatchMatmul)
-  int64_t columns, depth, group;  // group: depths that share a scale; 0: one scale per column
+  int64_t columns, depth, group;  // group: number of depths that share a scale; 0: one scale per column
 };
 
 // Returns the size of the packed weight, or 0 if the weight is invalid.

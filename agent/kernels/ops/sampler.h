@@ -29,12 +29,12 @@ struct SampleArgs {
   // Number of largest logits to report; -1: none, and logsumexp becomes 0 without being computed.
   const int32_t* num_top_logits;
   const int32_t* do_sample;             // 0: the row is skipped and its token is -1; null: no row is skipped
-  const int32_t* best_ids;              // largest logit's id, the smaller id on a tie; -1 or null: not known
+  const int32_t* best_ids;              // token with the largest logit, the smaller id on a tie; -1 or null: unknown
   const int32_t* const* history;        // [rows]: token ids of each row, prompt first; null: no row has penalties
   const int32_t* history_lens;          // number of tokens in `history`: prompt and output
   const int32_t* history_prompt_lens;   // number of prompt tokens in `history`
   const int32_t* mask_number;  // number of the row's mask in `masks`, counted from 1; 0 or null: every token is allowed
-  const uint32_t* masks;                // [num_masks, mask_words]; id allowed: bit id % 32 of word id / 32 is 1
+  const uint32_t* masks;                // [num_masks, mask_words]: bit id % 32 of word id / 32 is 1 for an allowed id
   int64_t num_masks, mask_words;
   int32_t* sampled_ids;
   float* sampled_logit;

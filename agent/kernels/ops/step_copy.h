@@ -13,7 +13,7 @@ namespace llmk {
 struct StepCopyArgs {
   int64_t tokens, seqs, width;
   int32_t decode;  // 1: one token per sequence
-  int32_t lowest_token, lowest_slot, lowest_top_logits;  // LAST_TOKEN, PADDING_SLOT, NO_LOGSUMEXP: all negative
+  int32_t lowest_token, lowest_slot, lowest_top_logits;  // equal to LAST_TOKEN, PADDING_SLOT, NO_LOGSUMEXP (negative)
   int64_t vocab_size, max_model_len, block_size, num_blocks, num_rows, max_top_logits, max_adapters;
   const int32_t* token_ids;        // [T]; the id lowest_token stands for the last token of the batch row
   const int32_t* positions;        // [T]
@@ -37,7 +37,7 @@ struct StepCopyArgs {
   int32_t* own_rows;
   int32_t* last_tokens;     // [S] each sequence's last token, as an index from 0 to T - 1
   int32_t* sampled_tokens;  // [S] like last_tokens, but -1 if the sequence does not sample
-  int32_t* counts;          // [3] tokens, sequences, width; with adapters, see RowAdapters in lora.h for the rest
+  int32_t* counts;          // [3] tokens, sequences, width; with adapters, also from kNumAdapted (lora.h) on
   const int32_t* loaded;    // [max_adapters] 1 if the adapter slot has an adapter; sequences may name only these
 };
 

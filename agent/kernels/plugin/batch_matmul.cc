@@ -22,9 +22,9 @@ enum Argument { kX, kY, kTransposeX, kTransposeY, kOut, kArguments };
 constexpr int64_t kPieceRows = 256;  // number of rows that a task multiplies by one weight
 
 struct Batch {
-  AnyMatMulArgs first;  // the product of the first matrices
+  AnyMatMulArgs first;  // arguments of the product of the first matrix of x and the first of y
   int64_t count;        // number of products
-  int64_t x_bytes, y_bytes, out_bytes;  // size of one matrix
+  int64_t x_bytes, y_bytes, out_bytes;  // bytes of one matrix of x, y and the output
 };
 
 bool have_equal_batches(const Call& call) {

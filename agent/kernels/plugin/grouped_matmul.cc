@@ -44,7 +44,7 @@ enum Argument {
 // The weights of all groups. They have the same size and follow each other in memory.
 struct GroupedWeight {
   PrimitiveWeight first;
-  int64_t groups, value_bytes, scale_bytes;  // sizes of a group in bytes
+  int64_t groups, value_bytes, scale_bytes;  // number of groups; bytes of the values and of the scales of a group
 
   PrimitiveWeight of(int64_t group) const {
     PrimitiveWeight weight = first;

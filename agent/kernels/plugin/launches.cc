@@ -41,7 +41,7 @@ struct Arena {
 };
 
 Arena arena;
-int64_t recordings_held = 0;  // bytes of all recordings
+int64_t recordings_held = 0;  // size of all recordings in bytes
 std::mutex mutex;             // guards all variables of this file
 std::atomic<Recording*> current{nullptr};
 

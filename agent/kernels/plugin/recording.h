@@ -18,7 +18,7 @@ struct StepSizes {
 // The rule for a length of an argument: a constant, or a factor times one of the step's sizes.
 struct Length {
   int64_t fixed;
-  StepSizes per;  // factors of the step's sizes
+  StepSizes per;  // a factor for each of the step's sizes
 
   int64_t at(StepSizes sizes) const {
     return fixed + per.tokens * sizes.tokens + per.seqs * sizes.seqs + per.blocks * sizes.blocks;
@@ -33,7 +33,7 @@ struct Launch {
   bool writes_inputs;  // true if the launch may write to its inputs
   bool is_skipped;     // true for a Reshape whose result nothing reads, because its readers read its input
   const char* op;
-  std::vector<void*> data;       // addresses of the arguments in MindSpore's run
+  std::vector<void*> data;       // addresses of the arguments in the recorded run of MindSpore
   // For each argument, its index in Recording::values. -1 means that the caller owns the memory, which has the same
   // address in each replay.
   std::vector<int> values;

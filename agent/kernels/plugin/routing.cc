@@ -72,7 +72,7 @@ void softmax(const T* in, int64_t rows, int64_t count, int64_t stride, T* out) {
 
 }  // namespace
 
-// Runs Softmax(input, axis) over one axis of floats. The numbers of a row depend only on that row.
+// Runs Softmax(input, axis) over one axis of floats. The results of a row depend only on that row.
 int plugin_softmax(const Call& call) {
   enum { kInput, kAxis, kOut, kCount };
   const std::vector<int32_t> axes = integers(call, kAxis);
