@@ -198,7 +198,7 @@ class OutputLengthPredictor(Stateful):
         self._groups: dict[int, _Lengths] = {}
 
     def observe(self, num_output_tokens: int, max_output_tokens: int) -> None:
-        """Adds the length of an output that has ended to the recent lengths.
+        """Adds the length of a complete output to the recent lengths.
 
         ``max_output_tokens`` was its maximum length.
         """
@@ -229,7 +229,7 @@ class OutputLengthPredictor(Stateful):
 
 
 class _Lengths:
-    """The last output lengths of one class of requests, in order of arrival and in sorted order."""
+    """The latest output lengths of one class of requests, in order of arrival and in sorted order."""
 
     def __init__(self, window: int) -> None:
         self._window = window

@@ -160,7 +160,7 @@ class Starter:
         is_new = sequence.request.first_scheduled_time is None
         if is_new and not self._batching.may_start(sequence, now, joins_step=bool(plan)):
             return BlockReason.BATCH
-        if sequence.waits_for_load:  # the load itself uses blocks, so a lack of blocks is no reason to recall a request
+        if sequence.waits_for_load:  # its own load may occupy the last free blocks, which is no lack of capacity
             return BlockReason.LOAD
         reason = self.missing_capacity(sequence, reserve)
         if reason is not None:

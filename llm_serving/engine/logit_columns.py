@@ -13,8 +13,9 @@ class LogitColumns(Sequence[TokenLogits]):
     """A sequence of ``TokenLogits`` that stores their values in arrays, and makes each object when it is read.
 
     A response may have a million log-probabilities. In a list, each would be a Python object. Every full garbage
-    collection would visit these objects, and freeing them would take 40 ms. During both, no other thread can run, so
-    the event loop would be blocked. The garbage collector does not look into arrays, and one call frees an array.
+    collection would visit these objects, and freeing them would take 40 ms. During a collection and during the freeing,
+    no other thread can run, so the event loop would be blocked. The garbage collector does not look into arrays, and
+    one call frees an array.
     """
 
     __slots__ = ("_ends", "_logsumexps", "_top_ids", "_top_logits", "logprobs", "token_ids")

@@ -88,7 +88,9 @@ def all_sizes(budget: Budget, *args: Any, **kwargs: Any) -> int:
 
 
 def _several_sizes(budget: Budget, value: Any, *args: Any, **kwargs: Any) -> int:
-    """Returns the charge of an operation that makes many objects, or compares its items several times."""
+    """Returns the charge of an operation that makes many objects, or that compares each item of ``value`` several
+    times.
+    """
     return 16 * all_sizes(budget, value, *args, **kwargs)
 
 

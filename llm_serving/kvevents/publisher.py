@@ -51,7 +51,8 @@ class EventPublisher:
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=settings.buffer_batches)
         """The last batches that were sent, each with its sequence number, for replays."""
         self._observers: dict[int, ReplicaObserver] = {}
-        """The observer of each replica whose changes are published. Only the thread that creates this object uses it.
+        """The observer of each replica whose changes are published. Only the thread that creates the publisher uses
+        this dict.
         """
         self._sequence = 0
         self._num_counted = 0
@@ -162,7 +163,7 @@ class EventPublisher:
         self._pub.send_multipart((self._topic, sequence.to_bytes(8, "big"), payload))
 
     def _answer_replays(self) -> None:
-        """Repeats batches for each subscriber that asks. A malformed request gets no answer."""
+        """Sends earlier batches again to each subscriber that asks for them. A malformed request gets no answer."""
         assert self._replay is not None
         while self._replay.poll(0):
             request = self._replay.recv_multipart()

@@ -17,7 +17,7 @@ def pass_value(reader: Reader, sink: Sink) -> Steps[bool]:
     """Reads one JSON value and passes its text to ``sink``. Returns False if the text ends before the value is
     complete.
 
-    The end of an object, a list or a string follows from brackets and quotes. The rest of the value is not checked.
+    The end of an object, a list or a string follows from brackets and quotes. Nothing else in the value is checked.
     """
     first = yield from peek(reader)
     if first not in ("{", "[", '"'):

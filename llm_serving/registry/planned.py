@@ -112,7 +112,9 @@ def with_log_folder(config: Config, number: int) -> Config:
 
 
 def size_overrides(config: Config) -> list[str]:
-    """Returns overrides ``section.key=value`` that give a config the block count and the lengths of ``config``."""
+    """Returns overrides ``section.key=value`` that give another config the number of blocks and the maximum lengths of
+    ``config``.
+    """
     sizes: Mapping[str, object] = {
         "pa_config.num_blocks": config.pa_config.num_blocks,
         "pa_config.decode_seq_length": config.pa_config.decode_seq_length,

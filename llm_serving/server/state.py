@@ -80,7 +80,7 @@ class ServerSettings:
     cors_origins: frozenset[str] = frozenset()
     """Origins of web pages that may use the server, in lower case. ``*`` allows all pages."""
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of sampling parameters that a request to OpenAI's endpoints does not set, by name."""
+    """Maps a sampling parameter to its value in requests to OpenAI's endpoints that do not set it."""
     trusted_proxies: tuple[str, ...] = ("127.0.0.1", "::1")
     """Addresses and networks of the clients whose header ``X-Request-Start`` the server uses."""
     max_keep_s: float = 3600.0

@@ -210,7 +210,8 @@ class SessionReader:
 
 
 def content_of(manifest: Manifest, key: BlockKey, record: bytes) -> bytes:
-    """Returns the content of a block. Raises InvalidSessionError if the record is not this block or is damaged."""
+    """Returns the content of a block. Raises InvalidSessionError if the record is damaged or belongs to another block.
+    """
     content = decode_content(record, manifest.namespace, key)
     if content is None:
         raise InvalidSessionError("A block of the session file is damaged, or it is not the block of its place.")

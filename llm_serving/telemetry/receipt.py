@@ -239,7 +239,7 @@ class Receipt:
                 self._note_blocker(request_id)
 
     def _blocked_in_lines(self, now_us: int) -> dict[BlockReason, int]:
-        """Returns the microseconds by reason in all queues in which the request has waited, up to ``now_us``."""
+        """Returns, by reason, the microseconds for which the request was blocked up to ``now_us`` in all its queues."""
         line, joined_at, total = self._line, self._joined_at, self._blocked_before
         if line is None:
             return total.copy()

@@ -145,8 +145,8 @@ class EventStream:
                 self.status_code = reply.status
                 await reply.response(generation.request_id)(scope, receive, send)
         else:
-            # Close the generation now, so that it ends at the time of the last byte. After an error, ``app.py`` closes
-            # the generation.
+            # Close the generation now, so that the time of the last byte is recorded as its end. After an error,
+            # ``app.py`` closes the generation.
             generation.close()
         finally:
             channel.detach()
