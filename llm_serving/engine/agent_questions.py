@@ -59,7 +59,7 @@ class AgentQuestions:
                 self._probes.remove(answer)
 
     async def _wait(self, answer: asyncio.Future[T], timeout: float, slow_s: float) -> None:
-        """Waits ``timeout`` seconds for an answer, and up to ``slow_s`` longer while the agents are only slow."""
+        """Waits ``timeout`` seconds for an answer, and up to ``slow_s`` longer while the agents are alive but slow."""
         await asyncio.wait((answer,), timeout=timeout)
         if answer.done():
             return

@@ -120,7 +120,7 @@ class FastTokenizer(Tokenizer):
         )
 
     def _check_template(self, source: str) -> None:
-        """Raises CheckpointError if the library cannot encode a text, so that the fault is found at the start.
+        """Raises CheckpointError if the library cannot encode a test text, so that the fault is found at the start.
 
         For example, the library panics if its post-processor names a special token that the file does not define.
         """

@@ -219,7 +219,7 @@ def content_of(manifest: Manifest, key: BlockKey, record: bytes) -> bytes:
 
 
 def file_chain(manifest: Manifest, tokens: bytes, count: int) -> list[BlockKey]:
-    """Returns the keys of the first ``count`` blocks in a file. Their hashes begin with the file's namespace and have
-    no salt.
+    """Returns the keys of the first ``count`` blocks in a file. The chain of their hashes begins with the namespace of
+    the file, without a salt.
     """
     return chain_of(tokens, manifest.block_size, root_hash(manifest.namespace, b""), count)

@@ -304,7 +304,7 @@ class Metrics:
         self._refused.labels(code).inc()
 
     def preemptions(self, count: int, swaps: int) -> None:
-        """Counts preempted requests since the last call. ``swaps`` of them were moved to host memory."""
+        """Counts ``count`` further preempted requests. ``swaps`` of them were moved to host memory."""
         self._preemptions["recompute"].inc(count - swaps)
         self._preemptions["swap"].inc(swaps)
 

@@ -23,7 +23,9 @@ _FILE_COUNTERS = {
     "rejected": ("rejected_records", "Records of the {} that were damaged, cut off or not the wanted block."),
     "failed_writes": ("failed_writes", "Writes to the {} that failed, for example because the disk was full."),
 }
-"""Counts that the SSD and the shared folder both have. In a help text, ``{}`` is replaced by the name of the tier."""
+"""Maps each count of the SSD and of the shared folder to the name and the help text of its metric. In a help text,
+``{}`` is replaced by the name of the tier.
+"""
 
 
 def tier_families(tiers: Sequence[TierFigures]) -> Iterable[Metric]:

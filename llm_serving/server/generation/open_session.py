@@ -52,7 +52,7 @@ class OpenSession:
         return replace(scheduling, cache_salt=session_salt(self.nonce)) if self.nonce else scheduling
 
     def note(self, request: Request, adapter: Adapter | None) -> None:
-        """Stores the tokens of a request that has ended in the session. Does nothing if the request has images.
+        """Stores the tokens of a completed request in the session. Does nothing if the request has images.
 
         Blocks with image tokens depend on the pixels, and a session stores only tokens.
         """
