@@ -8,7 +8,7 @@ qemu is slow. By default, the tool therefore leaves out repetitions. The longest
 (``SAMPLED``), in which each value of each parameter occurs. Tests that do not depend on the instruction set run once
 (``ONCE``). All other tests run all cases. Further arguments go to pytest.
 
-The tool needs Linux on x86-64 with Debian 12 or a similar system, and its packages g++-aarch64-linux-gnu and
+The tool needs Linux on x86-64 with Debian 12 or a similar system, and the packages g++-aarch64-linux-gnu and
 qemu-user-static. The tool copies the sources to build/aarch64, where setup.py builds them. In the same folder it
 installs an Arm Python from Debian (apt-get, without root) and Arm wheels from PyPI (pip). The first compilation takes 5
 minutes of a processor core (docs/lab/kernels.md has the times of the tests). The exit code is 1 if a test fails. qemu
@@ -114,7 +114,7 @@ def build() -> None:
 
 
 def install_system() -> None:
-    """Unpacks an Arm Python and its libraries from Debian. apt-get keeps its lists in the folder, not in the system."""
+    """Unpacks an Arm Python and its libraries from Debian. apt-get keeps its lists in ``FOLDER``, not in /var."""
     if (SYSTEM / "usr/bin/python3.11").is_file():
         return
     state = FOLDER / "apt"

@@ -7,8 +7,8 @@ The program needs torch and transformers, which the project does not use. Instal
     /tmp/oracle/bin/python tools/make_golden.py                # all models
     /tmp/oracle/bin/python tools/make_golden.py tiny_llama     # after a new training
 
-Files of ``FAMILY_VARIANTS`` are in tests/golden/families. These files are smaller: two prompts, and no logits of the
-whole vocabulary.
+The files of the models in ``FAMILY_VARIANTS`` are in tests/golden/families. They are smaller: two prompts, and no
+logits of the whole vocabulary.
 
 For each prompt, a file has 64 greedy tokens (end tokens are ignored). For each of these tokens, it has the ids and
 logits of the ``TOP`` best candidates. With them, a test can distinguish a tie from an error. For the first and the last

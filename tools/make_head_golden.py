@@ -67,7 +67,7 @@ class Target:
     def states(self, tokens: list[int]) -> list[torch.Tensor]:
         """Returns the embedding and the hidden states after each layer, [tokens, hidden_size] each.
 
-        The last one is normalised.
+        The hidden states after the last layer are normalised.
         """
         output = self.model.model(torch.tensor([tokens]), output_hidden_states=True)
         return [each[0] for each in output.hidden_states]

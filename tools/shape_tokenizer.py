@@ -26,7 +26,9 @@ WORD_MARK = "\u2581"
 
 
 def made_up_words() -> Iterator[str]:
-    """Yields invented words of two syllables, then of three and more. Each begins with the tokenizer's word mark."""
+    """Yields invented words of two syllables, then of three and more. Each has the tokenizer's mark for a word's
+    beginning.
+    """
     for length in count(2):
         for index in range(len(SYLLABLES) ** length):
             syllables = []

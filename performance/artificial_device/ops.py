@@ -1,4 +1,4 @@
-"""Provides the CPU's native op table with graphs that run on an artificial device (``queue.ArtificialDevice``).
+"""Provides a variant of the CPU's native op table: its graphs run on an artificial device (``queue.ArtificialDevice``).
 
 MindSpore must be set up before this module is imported.
 """

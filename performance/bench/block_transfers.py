@@ -1,4 +1,6 @@
-"""Measures transfers of blocks between machines over the loopback address, compared with a bare socket."""
+"""Measures the transports that carry KV blocks between machines, over the loopback address. Compares them with a bare
+socket.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Defines the kernels and shapes that are measured.
 
-A case owns large arrays, so the program creates only one case at a time. A case has several copies of the data that its
-kernel reads, together at least ``ROTATION_BYTES``. The calls use the copies one after the other. With a single copy,
-the data would stay in the last-level cache, which does not happen in a model.
+A case (a kernel with one shape) owns large arrays, so the program creates only one case at a time. A case has several
+copies of the data that its kernel reads, together at least ``ROTATION_BYTES``. The calls use the copies one after the
+other. With a single copy, the data would stay in the last-level cache, which does not happen in a model.
 """
 
 from __future__ import annotations

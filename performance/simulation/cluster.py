@@ -185,7 +185,7 @@ class VirtualCluster(VirtualServer):
         self._free_links = [0.0] * cluster.num_nodes
         """For each node: the time from which its link can transmit the next message to the node."""
         self._free_uplinks = [0.0] * cluster.num_nodes
-        """For each node: the time from which its link can transmit the next message of the node."""
+        """For each node: the time from which its link can transmit the next message from the node."""
         self._handed = HandedBlocks(cluster.block_bytes)
         self._dead: set[int] = set()
         """Replicas whose node has stopped, until their agents are ready again."""

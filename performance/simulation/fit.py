@@ -250,7 +250,8 @@ class FittedDevice:
 
     def measured_seconds(self, step: MeasuredStep, host: HostModel) -> float:
         """Returns the seconds that the fit predicts for a recorded step, including the delay by requests that arrived
-        during the step."""
+        during the step.
+        """
         moves = self._slowdown.steps * (step.swapped_blocks * self._swap_s + step.copied_blocks * self._copy_s)
         return self.work_seconds(step.work) + moves + step.arrivals * host.interrupt_s
 

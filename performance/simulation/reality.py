@@ -238,7 +238,8 @@ def _span(run: LoadRun) -> tuple[float, float]:
 
 def _simulated(run: LoadRun, setup: Setup, seed: int) -> LoadRun:
     """Simulates the requests of a real run. Each simulated request is sent at the time at which the real one was
-    sent."""
+    sent.
+    """
     arrivals = of_load_test(_report([run]), run.options)
     options = replace(run.options, seed=seed)
     return simulate("", setup, OpenLoop(arrivals.requests, arrivals.times), options).run

@@ -143,7 +143,8 @@ class VirtualServer:
 
     def put_before(self, recorder: Callable[[Scheduler], Any]) -> Any:
         """Inserts a flight recorder between this server and its scheduler, and returns the recorder. The server must
-        have only one replica."""
+        have only one replica.
+        """
         [replica] = self._replicas
         if not isinstance(self.scheduler, Scheduler):
             raise TypeError("another object is already in front of the scheduler")

@@ -30,7 +30,8 @@ On an idle machine, two measurements of the speed differ by 1 to 2 %.
 """
 OTHERS_TOLERANCE = 0.02
 """Maximum fraction of the cores' time that other processes may take. The probes do not see those processes. If they
-take one of two cores for one second of 25, all steps of that second wait. This changes the tail latencies."""
+take one of two cores for one second of 25, all steps of that second wait. This changes the tail latencies.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,8 @@ def _steady(parts: Sequence[Sequence[Try]]) -> list[Try]:
 
 def joined(runs: Sequence[LoadRun]) -> LoadRun:
     """Joins several runs into one run: shifts the times of each run so that it begins when the previous run has
-    ended."""
+    ended.
+    """
     records: list[RequestRecord] = []
     end = start = runs[0].start
     for run in runs:

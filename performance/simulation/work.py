@@ -29,7 +29,8 @@ class StepWork:
     """Number of keys that attention reads: the sum of the sequences' context lengths after the step."""
     pairs: int = 0
     """Query-key pairs: the sum, over all queries, of the number of keys that the query sees. In a decode step, this is
-    ``context``."""
+    ``context``.
+    """
 
 
 def work_of(step: ScheduledStep) -> StepWork:

@@ -32,7 +32,7 @@ class AdapterRules:
         self._base = {self._weight(node): node for node in calls if node.primitive in PRODUCTS}
         """The product of each linear layer, by the name of its weight."""
         self._users: dict[str, list[Node]] = defaultdict(list)
-        """For each node, by name: the nodes that read its results. A node that reads it twice occurs twice."""
+        """For each node, by name: the nodes that read its results. A node that reads them twice occurs twice."""
         for node in calls:
             for name in self._operand_nodes(node):
                 self._users[name].append(node)

@@ -35,7 +35,8 @@ _RAGGED = ("TND", "TH")
 _BLOCK_SIZES = (16, 32, 64, 128)
 _MAX_LATENT = 576
 """Maximum size of a head with MLA. Source: CANN 8.1, Ascend Transformer Boost, PagedAttentionOperation, page 0200 of
-"ascendtbapi" (head_size within (0, 576], block_size at most 128, mlaVHeadSize at most the head's size)."""
+"ascendtbapi" (head_size within (0, 576], block_size at most 128, mlaVHeadSize at most the head's size).
+"""
 _MAX_HEAD, _HEAD_MULTIPLE, _MAX_BLOCK_ELEMENTS, _MAX_GROUP = 256, 16, 128 * 128, 128
 """Limits of the attention kernels: head size, its multiple, elements of a block, query heads for each kv head."""
 _PRODUCT_TYPES = (
@@ -280,7 +281,7 @@ class KernelRules:
         if of_x is None or of_scale is None or of_offset is None:
             yield "scale and offset must be tensors"
             return
-        # There are two kernels. The internal kernel QuantPerChannel accepts only an int8 offset and divides by the
+        # QuantV2 has two kernels. The internal kernel QuantPerChannel accepts only an int8 offset and divides by the
         # scale. The kernel aclnnAscendQuant takes a float offset and multiplies by the inverse of the scale. Sources:
         # IsInternalKernelDtypesSupported in the x86-64 wheel, and MindFormers 1.9, golden_stick/a8w8.py.
         if of_offset.dtype == "i8":

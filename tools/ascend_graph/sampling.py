@@ -18,7 +18,7 @@ from tools.ascend_graph.mind_ir import Graph, Node, Operand, TensorType
 from tools.ascend_graph.products import TYPES
 
 KINDS = ("candidates", "rows", "draws")
-"""The graphs of sampling. Only the last stage of a model has them."""
+"""Names of the sampling graphs. Only the last stage of a model has them."""
 _PRIMITIVES = frozenset({"Cast", "TopkExt", "Gather", "RealDiv", "Sub", "Exp", "ReduceSum"})
 _SHARING = frozenset({"AllGather", "SplitWithSize"})
 _DRAWS = {
@@ -100,7 +100,7 @@ def sampling_problems(kind: str, graph: Graph, config: Config) -> Iterator[str]:
 
 
 def _draw_problems(nodes: list[Node], wiring: Wiring, *, is_split: bool) -> Iterator[str]:
-    """Yields an error for each fault in the graph of the draws.
+    """Yields an error for each fault in the graph ``draws``.
 
     The graph must divide the logits by the temperature. The result must be the sum of ``best_ids`` and a difference,
     which is 0 for greedy sequences. Without this sum, greedy sequences would get drawn tokens. If agents share the

@@ -31,15 +31,18 @@ class SectionRules:
                 yield f"{name} has sections of (width, row of positions) {found}; the model's are {wanted}"
 
     def mask_problems(self, node: Node) -> Iterator[str]:
-        """Yields an error unless the mask is made from the tokens' positions in their sequences, row 0 of the input."""
+        """Yields an error unless the mask is made from row 0 of ``positions``: the tokens' positions in their
+        sequences.
+        """
         row = self._row(self._wiring.operands(node)[1])
         if row != 0:
             yield f"the mask reads row {row} of positions; positions in sequences are row 0"
 
     def _section(self, operand: Operand) -> tuple[int, int | None]:
-        """Returns the width of a part of cos or sin, and the row of ``positions`` whose numbers select this part.
+        """Returns the width of a section of cos or sin, and the index of the row of ``positions`` that it belongs to.
 
-        Returns (0, None) if the part does not come from a Gather, and None as the row if no row selects the part.
+        A Gather looks the section up in a table, at the positions in this row. Returns (0, None) if no Gather computes
+        the section. The index is None if the Gather takes its positions from elsewhere.
         """
         gather = self._wiring.node_of(operand)
         if gather is None or gather.primitive != "Gather":

@@ -1,4 +1,6 @@
-"""Writes the report as one self-contained HTML file. Text from the log is escaped, because clients choose ids."""
+"""Writes the report as one self-contained HTML file. Text from the log is escaped, because it has ids that clients
+chose.
+"""
 
 from __future__ import annotations
 

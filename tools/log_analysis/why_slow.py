@@ -1,4 +1,4 @@
-"""Explains slow requests: the parts of their time compared with a typical request, and the requests that blocked them.
+"""Explains slow requests: compares the parts of their time with typical requests, and finds requests that delayed them.
 
 Slow requests are the slowest 1 % of the completed requests (at least 5 requests, at most half of all). Typical requests
 have a total time between the 40th and the 60th percentile. A request's time is divided into parts, such as queue and

@@ -118,7 +118,7 @@ class MLP(nn.Cell):
 
 
 class DecoderLayer(nn.Cell):
-    """A decoder layer: attention, then feed-forward. Each normalises its input and adds its output to the input."""
+    """A decoder layer: attention, then feed-forward. Both normalise their input and add their output to the input."""
 
     def __init__(self, shape: ModelShape, rng: np.random.Generator) -> None:
         super().__init__()

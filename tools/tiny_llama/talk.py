@@ -1,5 +1,5 @@
 """Generates everyday conversation: greetings, questions about Tiny (the model), feelings, advice, jokes,
-and questions that it cannot answer.
+and questions that the model cannot answer.
 """
 
 import random

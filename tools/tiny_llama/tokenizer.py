@@ -1,8 +1,8 @@
 """Trains the tokenizer, a sentencepiece BPE model, and encodes documents with it.
 
-There is no prefix space and no normalisation, and unknown characters become bytes: every text decodes to itself. The
-special tokens are user-defined pieces, so that sentencepiece finds them in a rendered chat template as ``tokenizers``
-does.
+There is no prefix space and no normalisation, and unknown characters become bytes. Therefore every text decodes to
+itself. The special tokens are user-defined pieces, so that sentencepiece finds them in a rendered chat template as
+``tokenizers`` does.
 """
 
 import io
