@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SIZES = (256, 4096, 65_536, 1_048_576)
 CALLS = {256: 20_000, 4096: 20_000, 65_536: 5_000, 1_048_576: 500}
 TURNS = 50_000
-"""Number of messages between two agents in the measurement of the signal time."""
+"""Number of times that the two processes pass the word of shared memory back and forth."""
 WARM_CALLS = 200
 """Number of first calls that are not measured."""
 LAYOUT = ExchangeLayout(2, 1, hidden_size=64, max_tokens=1, max_rows=1)

@@ -40,7 +40,7 @@ from performance.kernels.library import set_threads
 from performance.program import new_parser, parse_counts, write_json
 
 MIN_PASSES = 5
-"""Minimum number of passes over all kernels."""
+"""Minimum number of measured passes for each case. A pass calls the kernel once with each copy of its data."""
 ATTENTION_KERNELS = ("attention decode", "attention prefill", "attention chunk")
 HEADER = " ".join(
     [

@@ -34,7 +34,7 @@ from performance.program import LoadTestError, exits_with_errors, new_parser, pa
 from performance.terminal import format_table
 
 LIMIT = 1.01
-"""Default of the largest ratio of the two times."""
+"""Default of ``--limit``: maximum ratio of the time with tiers to the time without."""
 FIRST_TOKEN = 10
 """Smallest token id in prompts."""
 WITH, WITHOUT = "with tiers", "without tiers"

@@ -34,7 +34,7 @@ BLOCK_TOKENS = 16
 FIRST_TOKEN = 10
 """Smallest token id in prompts."""
 WRITE_TIMEOUT_S = 60.0
-"""Maximum seconds until all blocks are written."""
+"""Maximum seconds to wait until the tiers have stored the expected number of blocks."""
 
 Answers = dict[int, Any]
 """For each session's number: ``choices[0]`` of the server's first response."""

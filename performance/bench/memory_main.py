@@ -48,7 +48,7 @@ SETTLED_S = 10.0
 the KV cache.
 """
 SETTLED_BYTES = 1 << 20
-"""The memory has settled if it grows by at most this number of bytes."""
+"""The memory has settled if it grows by at most this number of bytes within ``SETTLED_S`` seconds."""
 MIB = 1 << 20
 SHORT_PROMPT, OUTPUT = 16, 16
 """Tokens of a short prompt, and tokens of each output."""

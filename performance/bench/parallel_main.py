@@ -39,7 +39,7 @@ CONTEXT = 128
 STEPS = 40
 """Number of decode steps of a measurement."""
 PROMPT_TOKENS, TEXT_TOKENS = 32, 64
-"""Tokens of the prompt and of the text for the comparison of the results."""
+"""Number of tokens of each prompt, and of each generated text that is compared between groups."""
 FIRST_PLAIN_TOKEN = 10
 """Prompts have tokens from this id on. The smaller ids are special tokens."""
 

@@ -29,7 +29,7 @@ from performance.load.workload import LoadRequest
 from performance.program import ServerUnreachableError
 
 WANTED_OPEN_FILES = 65536
-"""Number of open files that the client asks the system for."""
+"""Limit of open files that the client sets for its process, if the system allows it."""
 MODELS_TIMEOUT_S = 10.0
 """Maximum seconds to wait for the list of models."""
 

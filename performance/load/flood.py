@@ -35,7 +35,7 @@ VOCABULARY = 1000
 DRAIN_S = 30.0
 """Maximum number of seconds from the last request to the end of the last response."""
 OPEN_FILES = 16384
-"""Number of open files that the client asks the system for."""
+"""Limit of open files that the client sets for its process, if the system allows it."""
 
 _END = b"\r\n0\r\n\r\n"
 

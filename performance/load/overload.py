@@ -79,7 +79,7 @@ HEAVY_KEYS = ("requests", "tokens", "in-flight", "open")
 QUOTA_SHARE = 0.1
 """Quota per minute of a heavy key, as a fraction of the peak goodput."""
 QUOTA_IN_FLIGHT = 8
-"""Quota of requests in flight of one of the keys with many requests."""
+"""Quota of the heavy key ``in-flight``: its maximum number of requests in flight."""
 READER = "reader"
 """A key that sends no load. The changed key file denies this key all models. So the list of models that the key gets
 shows when the server has read the file.
@@ -90,13 +90,13 @@ PEAK_STEPS = (0.85, 1.0, 1.15, 1.3)
 The estimate is the goodput at the first rate that the server cannot keep up with (see ``KEPT_SHARE``).
 """
 MAX_FURTHER_STEPS = 4
-"""Maximum number of further rates that are tried."""
+"""Maximum number of rates above those of ``PEAK_STEPS`` that are measured while the goodput still grows."""
 KEPT_SHARE = 0.9
 """The search for the peak stops doubling the rate when the goodput is below this fraction of the rate."""
 MIN_GOODPUT_SHARE = 0.95
 """Minimum share of the peak goodput that the server must keep during an overload."""
 MAX_REFUSAL_MS = 20.0
-"""Maximum milliseconds until a request is refused."""
+"""Maximum 99th percentile of the time until a request is refused, in milliseconds."""
 MAX_LIGHT_TTFT_RATIO = 1.5
 """Maximum ratio of the light keys' time to first token with and without overload."""
 LIGHT_SEED = 500_000

@@ -14,7 +14,7 @@ ADAPTED = ("llama3_rope", "qwen3_next", "qwen3_5")
 SEED, SIZE = 11, 0.05
 """Seed and standard deviation of the matrices."""
 NUM_TOKENS = 16
-"""Number of tokens of a text that an adapter generates."""
+"""Number of greedy tokens that a golden file has for a model with an adapter."""
 
 
 def seeded_tensors(shapes: Mapping[str, Sequence[int]]) -> dict[str, npt.NDArray[np.float32]]:

@@ -54,7 +54,7 @@ VISION = {
     "layer_norm_eps": 1e-6,
 }
 SCALE_FACTOR = 2
-"""Edge of the squares of the encoder's rows that become one row."""
+"""The encoder's rows of a square of patches become one row. This number is the square's edge in patches."""
 LONGEST_EDGE = 144
 """Longest edge of an image, in pixels."""
 MAX_PARTS = LONGEST_EDGE // 48

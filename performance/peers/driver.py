@@ -29,7 +29,7 @@ MakeGenerate = Callable[[dict[str, Any]], Generate]
 FIRST_PLAIN_TOKEN = 10
 """Prompts have tokens from this id on. The smaller ids are special tokens."""
 WARM_UP_TOKENS = 4
-"""Number of tokens of the run before the measurement."""
+"""Maximum number of tokens that a sequence generates in the warm-up run."""
 MARK = "peer-result "
 """Prefix of the output lines that contain a result. All other lines come from the peer itself."""
 

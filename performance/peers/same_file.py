@@ -42,7 +42,7 @@ from performance.program import (
 from performance.terminal import format_number, format_table
 
 WARM_UP_TOKENS = 4
-"""Number of tokens of the run before the measurement."""
+"""Maximum number of tokens that a sequence generates in the warm-up run."""
 Rates = dict[str, float]
 """Tokens per second for each row of the printed table, such as ``batch 8`` or ``prefill 1024``."""
 

@@ -65,7 +65,7 @@ BATCH_WAIT_S = 0.05
 WARM_UP = 4
 """Number of first requests that are not measured."""
 WASTE_INTERVAL_S = 0.5
-"""Seconds between two readings of the wasted rows."""
+"""Seconds between two readings of the metric ``KV_WASTE``."""
 KV_WASTE, RUNNING = "llm_serving_kv_waste_ratio", "llm_serving_requests_running"
 SHOWN = ("requests/s", "tokens/s", "TTFT p50 ms", "TTFT p99 ms", "TBT p50 ms", "TBT p99 ms")
 RATIOS = (("continuous", "dynamic"), ("paged", "continuous"), ("paged", "dynamic"), ("paged", "none"))

@@ -263,8 +263,8 @@ class VirtualCluster(VirtualServer):
         return {next((index for index in range(len(self._replicas)) if index not in self._dead), 0)}
 
     def _change_nodes(self, now: float) -> bool:
-        """Applies the losses and restarts of nodes up to the time ``now``. Returns True if the server noticed
-        a loss or a restart.
+        """Applies the losses and restarts of nodes up to the time ``now``. Returns True if the server
+        noticed a loss or a restart.
         """
         noticed, model, router = False, self._model, self._router
         assert router is not None

@@ -64,13 +64,13 @@ TERMS = (
 OUTLIER = 3.0
 """Later fits leave out steps that took more than this multiple of the predicted time."""
 ROUNDS = 5
-"""Number of fits after each other."""
+"""Number of times that the coefficients are fitted."""
 NUM_QUANTILES = 99
 """Number of quantiles of the ratio between measured and predicted times."""
 MIN_STEPS = 50
 """Minimum number of steps for a fit."""
 MIN_STEPS_OF_KIND = 10
-"""Minimum number of steps with prompts."""
+"""Minimum number of steps of a kind (such as steps with prompts) for a slowdown of this kind."""
 TOLERANCE = 1e-10
 """Smallest predicted time of a step in seconds, so that ratios are finite."""
 

@@ -27,11 +27,11 @@ __all__ = ["CASES", "Case", "Figures", "simulate_flood"]
 TTFT_S, TPOT_S = 1.0, 0.1
 """Objectives of the requests in seconds: time to first token, and time per output token."""
 FACTOR = 10.0
-"""Rate of all keys with many requests, as a multiple of the peak rate."""
+"""Rate of all heavy keys together, as a multiple of the peak rate."""
 LIGHT_KEYS, LIGHT_SHARE = 2, 0.05
-"""Number of keys with few requests, and their share of the peak rate."""
+"""Number of light keys, and the rate of all light keys together as a fraction of the peak rate."""
 HEAVY_KEYS = 4
-"""Number of keys with many requests."""
+"""Number of heavy keys."""
 SETTLE_S = 2.0
 """Seconds at the start that are not measured."""
 SETTINGS = (

@@ -35,7 +35,7 @@ __all__ = ["ASCEND_910B", "CPU", "PRESETS"]
 
 GIGA = 1e9
 CUBE_FLOPS = 24 * 16 * 16 * 16 * 2 * 1.8e9
-"""Operations per second of an Ascend 910B's matrix units in float16: cores x products x 2 x clock."""
+"""Operations per second of an Ascend 910B's matrix units in float16: cores x multiply-adds per cycle x 2 x clock."""
 
 ASCEND_910B = DeviceRates(
     name="ascend-910b",

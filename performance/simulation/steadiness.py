@@ -66,8 +66,8 @@ class Try:
 
     @property
     def unrest(self) -> float:
-        """Returns how unsteady the machine was during this run. A run with a result above 1 must not be
-        compared with a simulation.
+        """Returns how unsteady the machine was during this run. A run with a result above 1 must not be compared
+        with a simulation.
 
         The result is the larger of two ratios. One is the speed difference of the two probes, divided by ``TOLERANCE``.
         The other is the fraction of time that other processes took, divided by ``OTHERS_TOLERANCE``.

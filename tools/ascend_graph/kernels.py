@@ -38,7 +38,9 @@ _MAX_LATENT = 576
 "ascendtbapi" (head_size within (0, 576], block_size at most 128, mlaVHeadSize at most the head's size).
 """
 _MAX_HEAD, _HEAD_MULTIPLE, _MAX_BLOCK_ELEMENTS, _MAX_GROUP = 256, 16, 128 * 128, 128
-"""Limits of the attention kernels: head size, its multiple, elements of a block, query heads for each kv head."""
+"""Rules of the attention kernels: the maximum head size, and a number that must divide the head size. Then the maximum
+product of head size and block size, and the maximum number of query heads for each kv head.
+"""
 _PRODUCT_TYPES = (
     (("i64", "u64"), ("none", "i32"), ("none",), ("f16",)),
     (("f32", "bf16"), ("none", "i32", "bf16", "f32"), ("none", "f32"), ("bf16",)),

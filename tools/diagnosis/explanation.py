@@ -18,7 +18,7 @@ WIDTH = 110
 QUOTED_CHARS = 200
 """Maximum length of a quoted line of a log."""
 SHOWN_INCIDENTS = 3
-"""Maximum number of failures that are explained."""
+"""Maximum number of incidents that are explained, the latest ones."""
 
 
 class UnknownThingError(Exception):
