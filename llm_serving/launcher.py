@@ -166,8 +166,8 @@ class _Launcher:
             check_packages()
 
     def _start_agents(self, owned: ExitStack) -> tuple[list[AgentExecutor], list[str]]:
-        """Starts the agents. Returns their executors, and the names of shared memory that was left by dead servers and
-        removed.
+        """Starts the agents. Returns their executors, and the names of the shared memory segments that dead servers had
+        left and that this method has removed.
         """
         executors = make_executors(self._config, self._display.update, owned)
         leftovers = remove_leftovers()

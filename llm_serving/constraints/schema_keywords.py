@@ -16,8 +16,8 @@ _COUNTS = (
     *("minContains", "maxContains"),
 )
 _IN_PLACE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "$ref", "$dynamicRef")
-"""Keywords that apply further schemas to the same value. The meaning of ``unevaluatedProperties`` depends on these
-schemas.
+"""Keywords that apply further schemas to the value that their own schema describes. The meaning of
+``unevaluatedProperties`` depends on these schemas.
 """
 _ONE_SCHEMA = (
     *("additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then"),

@@ -17,7 +17,8 @@ ADAPTED_FAMILIES = frozenset(
         *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
     }
 )
-"""Architectures that support LoRA. To add a family, its linear layers must apply adapters."""
+"""Architectures that support LoRA. Before a further architecture is added here, its linear layers must apply adapters.
+"""
 
 
 @dataclass(frozen=True, slots=True)

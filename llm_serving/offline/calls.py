@@ -10,7 +10,8 @@ from llm_serving.server.in_process import App, call_handler
 from llm_serving.server.state import Endpoint
 
 _RETRY_S = 0.02
-"""Seconds between two attempts of a call that was refused because the queue is full. Calls of other threads fill it."""
+"""Seconds between two attempts of a call that was refused because the queue is full. Other threads may have filled it.
+"""
 
 
 async def answer_all(

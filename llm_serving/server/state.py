@@ -104,7 +104,9 @@ class ServerSettings:
     recordings_folder: str | None = None
     """Folder of the flight recordings. None if the flight recorder is off."""
     settings: dict[str, object] = field(default_factory=dict)
-    """Settings of MindSpore with their effective values, and settings without effect. ``/server_info`` shows them."""
+    """Effective settings of MindSpore, notes about the config, and the config's settings without effect.
+    ``/server_info`` shows them.
+    """
 
     @property
     def request_token_limit(self) -> int:

@@ -218,7 +218,8 @@ async def _identity(tiers: KvTiers, polls_per_gb: int = 0) -> BlockIdentity:
     gigabytes = tiers.weights_bytes / 1e9
     num_polls, begun = _MAX_POLLS + int(polls_per_gb * gigabytes), time.monotonic()
     reading = asyncio.wrap_future(tiers.read_identity())
-    reading.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # a later call reports the error
+    # Reads the error of ``reading``, so that asyncio does not log it. A later call of this function reports the error.
+    reading.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     await asyncio.wait({reading}, timeout=num_polls * _POLL_S)
     if not reading.done():
         raise _unknown("server is", gigabytes)
