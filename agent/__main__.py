@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 
 def _make_runner(config: Config, report: StartReport, rank: int, exchange: ExchangeMemory | None) -> ModelRunner:
-    """Makes the model runner. Importing the runner's module starts threads, so the caller must confine the process
-    before."""
+    """Makes the model runner. Importing the runner's module starts threads, so the process must be confined before this
+    call.
+    """
     from agent.model_runner import ModelRunner
 
     return ModelRunner(config, report, rank, exchange, keeps_files=True)

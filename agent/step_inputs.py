@@ -151,7 +151,7 @@ class StepReader:
         """Removes all sequences except number ``index`` from the decode step that was read last. Returns the new
         inputs.
 
-        The ``StepInputs`` of the whole step become invalid. LAST_TOKEN must have been replaced before.
+        The ``StepInputs`` of the whole step become invalid. Each LAST_TOKEN must have been replaced before this call.
         """
         buffers, width = self.buffers, self._sizes[2]
         for array in (

@@ -114,8 +114,9 @@ class OpTable(ABC):
         self.hooks = hooks or DeviceHooks()
         self.takes_rows = False
         """True if the model reads images. Then the graph's first input is not token ids but a matrix [tokens,
-        hidden_size]. It has the embedding of each text token, and an output row of the vision encoder for each image
-        token."""
+        hidden_size]. The matrix has the embedding of each text token, and an output row of the vision encoder for each
+        image token.
+        """
         self.rows: Array | None = None
         """[tokens, hidden_size]: the fixed array that every step reads as its first input, if ``takes_rows``. None if
         each step passes its own array to the graph."""
@@ -387,10 +388,10 @@ class OpTable(ABC):
         operator also sums over the agents. Returns None if the device cannot run several layers as one operator. The
         model then uses one operator for each part of a layer.
 
-        ``layers`` has a tuple for each layer. It begins with the gammas of the norms before attention and before the
-        MLP. The weights qkv, output, gate_up and down follow, then the key cache and the value cache, then ``of_heads``
-        as in ``attention``. With ``result_norms``, the gammas of two more norms follow. These norms are applied to the
-        results of attention and of the MLP, before the results are added to the residual stream.
+        ``layers`` has a tuple for each layer. The tuple begins with the gammas of the norms before attention and before
+        the MLP. The weights qkv, output, gate_up and down follow, then the key cache and the value cache, then
+        ``of_heads`` as in ``attention``. With ``result_norms``, the gammas of two more norms follow. These norms are
+        applied to the results of attention and of the MLP, before the results are added to the residual stream.
         """
         return None
 

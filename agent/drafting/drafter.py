@@ -118,7 +118,9 @@ class Drafter:
         return []
 
     def settle(self) -> None:
-        """Completes the work on earlier steps. Must be called before blocks move to the hand-over pool or from it."""
+        """Stores the buffered tokens of earlier steps. Must be called before blocks move to the hand-over pool or from
+        it.
+        """
         self._take_plain()
 
     def take_handed(self, blocks: Int32Array) -> None:
@@ -147,7 +149,7 @@ class Drafter:
     def _draft(self, slot: StepSlot, inputs: StepInputs, counts: npt.NDArray[np.bool_]) -> None:
         """Makes drafts after a step and writes them into its slot.
 
-        ``counts`` has a flag for each index of the step's arrays. It is False for a rejected draft, otherwise True.
+        ``counts`` has a flag for each index of the step's arrays. The flag is False for a rejected draft, else True.
         """
         slot.draft_ids[: slot.num_seqs * slot.layout.limits.max_draft_ids] = NO_DRAFT
         if not self._is_off:
@@ -156,7 +158,7 @@ class Drafter:
     def _follow(self, slot: StepSlot, inputs: StepInputs, counts: npt.NDArray[np.bool_]) -> None:
         """Stores the step's input tokens except rejected drafts, and the tokens that the step has sampled.
 
-        ``counts`` has a flag for each index of the step's arrays. It is False for a rejected draft, otherwise True.
+        ``counts`` has a flag for each index of the step's arrays. The flag is False for a rejected draft, else True.
         """
         seqs = slot.num_seqs
         self._take_plain()

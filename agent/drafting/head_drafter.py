@@ -142,7 +142,7 @@ class HeadDrafter(Drafter):
     def _known(self, slot: StepSlot, inputs: StepInputs, counts: npt.NDArray[np.bool_], states: Array) -> _Known:
         """Returns copies of the step's tokens and hidden states, without rejected drafts.
 
-        ``counts`` has a flag for each index of the step's arrays. It is False for a rejected draft, otherwise True.
+        ``counts`` has a flag for each index of the step's arrays. The flag is False for a rejected draft, else True.
         """
         sampled, contexts = slot.sampled_ids[: slot.num_seqs], inputs.context_lens
         used, has_token = np.repeat(counts, inputs.query_lens), sampled >= 0
@@ -202,7 +202,7 @@ class HeadDrafter(Drafter):
     def _lines(self, slot: StepSlot, inputs: StepInputs, counts: npt.NDArray[np.bool_]) -> list[Line]:
         """Returns a ``Line`` for each sequence of the step that may get drafts.
 
-        ``counts`` has a flag for each index of the step's arrays. It is False for a rejected draft, otherwise True.
+        ``counts`` has a flag for each index of the step's arrays. The flag is False for a rejected draft, else True.
         """
         lines: dict[int, Line] = {}
         for index in np.flatnonzero(counts).tolist():

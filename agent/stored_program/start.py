@@ -94,8 +94,9 @@ class StoredStart:
         ops = model.ops
         if not isinstance(graph, StaticStepGraph) or not isinstance(ops, FusedCpuOps) or not proof_steps(self._config):
             return
-        # Runs the two test steps three times. In the first run, the first step records the launches, and the second
-        # step compares a replay with the graph. So the second run consists of replays. The third run uses the graph.
+        # Runs the two test steps of proof_digest() three times. In the first run, the first step records the launches,
+        # and the second step compares a replay with the graph. So the second run consists of replays. The third run
+        # uses the graph.
         proof_digest(self._config, ops, run_step)
         replayed = proof_digest(self._config, ops, run_step)
         graph.set_replaying(False)

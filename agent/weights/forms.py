@@ -18,7 +18,7 @@ A static form has three more parameters:
   them. This removes the contribution of input_offset from the sums.
 
 The weights of all experts of a layer are one weight [experts, in, out] of GroupedMatmulV4. With ``int8``, the primitive
-DynamicQuantExt quantises the inputs before.
+DynamicQuantExt quantises the inputs before this product.
 
     form              weight               scales, offsets
     float             model_dtype

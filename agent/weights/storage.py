@@ -75,7 +75,7 @@ def future_zeros(shape: tuple[int, ...], dtype: str) -> Array:
 def make_resident(array: Array) -> None:
     """Allocates all pages of an array that ``future_zeros`` returned, without changing their contents.
 
-    Releases the GIL meanwhile. No other thread may write to the array at the same time.
+    Releases the GIL while the system allocates pages. No other thread may write to the array at the same time.
     """
     # Linux before 5.14 cannot populate pages. Writing to each page then allocates it.
     if array.size and not populate(array, write=True):
@@ -87,7 +87,7 @@ def populate(pages: Array, *, write: bool) -> bool:
     """Makes the system allocate or read the memory pages of an array now. Returns False if the system cannot do that.
 
     The array must begin at a page. ``write`` allocates pages for writing; otherwise, pages of a mapped file are read.
-    Releases the GIL meanwhile.
+    Releases the GIL while the system works.
     """
     advice = _POPULATE_WRITE if write else _POPULATE_READ
     return int(_libc().madvise(ctypes.c_void_p(pages.ctypes.data), ctypes.c_size_t(pages.nbytes), advice)) == 0

@@ -36,7 +36,8 @@ class DeviceMatrices:
         return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
 
     def write(self, name: str, slot: int, matrix: Array) -> None:
-        """Overwrites the matrix of one slot. Raises AgentError if the device does not have the same bytes afterwards.
+        """Overwrites the matrix of one slot. Raises AgentError if the device does not have the bytes of ``matrix``
+        after the copy.
         """
         parameter = self._parameters[name]
         sent = np.ascontiguousarray(matrix)[None]

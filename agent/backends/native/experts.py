@@ -33,12 +33,12 @@ from llm_serving.model.gpt_oss import ACTIVATION as CLAMPED_SILU
 _COUNTS = 2
 """Argument of MoeInitRoutingV2: return the number of tokens of each expert instead of running sums."""
 _ONE_OUTPUT, _ROWS, _SIZES = 3, 0, 1
-"""The arguments ``split_item``, ``group_type`` and ``group_list_type`` of GroupedMatmulV4. They are its last three
-arguments.
+"""The arguments ``split_item``, ``group_type`` and ``group_list_type`` of GroupedMatmulV4. They are the last three
+arguments of GroupedMatmulV4.
 
-The arguments before them are x, weight, bias, scale, offset, antiquant_scale, antiquant_offset, pre_token_scale,
-group_list, and three arguments for an activation. The calls do not unpack arguments with ``*``. Otherwise MindSpore's
-graph would lose the operator's scope, which names the layer that calls it.
+The other arguments are x, weight, bias, scale, offset, antiquant_scale, antiquant_offset, pre_token_scale, group_list,
+and three arguments for an activation. The calls do not unpack arguments with ``*``. Otherwise MindSpore's graph would
+lose the operator's scope, which names the layer that calls it.
 """
 
 _SIGMOID, _SUMMED_OF_GROUP = 0, 2

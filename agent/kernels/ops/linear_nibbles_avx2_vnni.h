@@ -2,7 +2,8 @@
 // four products to each 32-bit sum, so the results are exact.
 //
 // The sums of a tile take 12 of the 16 registers, and the general loop needs more than the other four. This step
-// therefore has its own loop. It loads each vector twice: once for the low nibbles, and once for the high nibbles.
+// therefore has its own loop. This loop loads each vector of weights twice: once for the low nibbles, and once for the
+// high nibbles.
 #pragma once
 
 namespace llmk::LLMK_ARCH {

@@ -182,8 +182,8 @@ LLMK_ENTRY void* llmk_end_recording(const void* const* starts, const int64_t* si
 }
 
 // Generalizes the recording of one step to steps of any size. `other` is a recording of the same graph for another
-// step. `sizes` [9] has the numbers of tokens, sequences and gathered blocks of three steps: this step, the other step
-// and the largest step. With `fuses`, launches are fused (fusion.h).
+// step. `sizes` [9] has the numbers of tokens, sequences and gathered blocks of three steps: the step of `recording`,
+// the step of `other` and the largest step. With `fuses`, launches are fused (fusion.h).
 //
 // Returns 1 if this succeeds. Otherwise returns 0 and sets `problem` to the reason, which is valid until the next call.
 // Then the recording must not be replayed.
