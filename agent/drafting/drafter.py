@@ -112,8 +112,8 @@ class Drafter:
 
     @property
     def handed_arrays(self) -> list[Array]:
-        """The arrays of the KV cache whose blocks are handed over to other replicas. Empty for a draft model, because
-        it computes a handed prompt again.
+        """The arrays of the KV cache whose blocks are handed over to other replicas. Empty for a draft model, which
+        itself computes the prompts that other replicas hand over.
         """
         return []
 

@@ -82,7 +82,8 @@ class SharedLastTokens:
     def record(self, slot: StepSlot) -> int:
         """Records, for the batch rows that the step in ``slot`` samples, the number of this step.
 
-        Increases the count of steps. Returns the number of the step."""
+        Increases the count of steps. Returns the number of the step.
+        """
         number = self._steps
         self._sampled_in[_sampled_rows(slot)] = number
         self._steps += 1

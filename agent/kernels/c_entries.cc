@@ -108,7 +108,7 @@ LLMK_ENTRY int llmk_keep_primitive(const llmk::PrimitiveWeight* weight, void* bl
 
 LLMK_ENTRY void llmk_forget_primitive(const void* values) { llmk::forget_primitive(values); }
 
-// Entries for sums and gathers between agents (agent/group/exchange.py, agent/kernels/collectives.py).
+// Entries that add and gather arrays over several agents (agent/group/exchange.py, agent/kernels/collectives.py).
 
 LLMK_ENTRY int llmk_exchange_open(const llmk::ExchangeArgs* args) { return llmk::open_exchange(*args); }
 

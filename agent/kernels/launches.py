@@ -77,7 +77,8 @@ class RecordedLaunches:
     def resize(self, sizes: StepSizes) -> None:
         """Sets the sizes of the step for the following replays.
 
-        ``sizes`` must not exceed ``largest``, the argument of ``record_any_size``."""
+        ``sizes`` must not exceed ``largest``, the argument of ``record_any_size``.
+        """
         if sizes != self._sizes:
             load_library().llmk_resize_recording(self._handle, sizes.tokens, sizes.seqs, sizes.blocks, self._bytes)
             self._forms = [((-1, *shape[1:]), dtype) for shape, dtype in self._forms]

@@ -65,7 +65,7 @@ _ENTRIES: dict[str, tuple[Any, ...]] = {
     "llmk_uniform": (None, _POINTER, _POINTER, _INT64, _POINTER),
     "llmk_widen_bfloat16": (None, _POINTER, _POINTER, _INT64),
 }
-"""The C functions of the library: the type of the result, followed by the types of the arguments."""
+"""For each C function of the library: the type of the result, followed by the types of the arguments."""
 
 
 class KernelsNotBuiltError(AgentError):

@@ -33,7 +33,8 @@ def environment(log_folder: Path) -> dict[str, str]:
 
 
 def import_mindformers(log_folder: Path, variables: MutableMapping[str, str] = os.environ) -> None:
-    """Imports MindFormers. MindSpore must have been set up before. MindFormers then logs only errors, to its own file.
+    """Imports MindFormers. MindSpore must have been set up before this call. MindFormers then logs only errors, to its
+    own file.
 
     Raises AgentStartError if MindFormers, or a package that MindFormers needs, is not installed.
     """

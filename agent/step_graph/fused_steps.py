@@ -16,7 +16,7 @@ from agent.step_inputs import StepInputs
 from agent.weights.storage import Array
 
 _MAX_STEP_NUMBER = 2**31 - 1
-"""Largest number of a step. The next number after it is 1."""
+"""Largest number that a step can have. The step after it has the number 1."""
 
 
 class FusedStepGraph(StepGraph):

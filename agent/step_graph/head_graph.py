@@ -26,7 +26,7 @@ from llm_serving.config.draft_model import Head
 from llm_serving.ipc.shm import PADDING_SLOT
 
 _MAX_STEP_NUMBER = 2**31 - 1
-"""Largest number of a step. The next number after it is 1."""
+"""Largest number that a step can have. The step after it has the number 1."""
 
 
 class HeadGraph(ABC):

@@ -41,8 +41,8 @@ def shard_specs(specs: Sequence[WeightSpec], part: ModelPart, *, equal_vocabular
     """Returns the parameters that one agent loads. The layers of the agent's stage are counted from 0.
 
     ``specs`` are the parameters of the whole model, and ``part`` is the agent's part of the model. With
-    ``equal_vocabularies``, each agent has the same number of vocabulary rows. If the rows do not suffice, rows of zeros
-    fill the end. Raises AgentStartError if there is no rule for splitting a parameter.
+    ``equal_vocabularies``, each agent has the same number of vocabulary rows. Rows of zeros follow the end of the
+    vocabulary if necessary. Raises AgentStartError if there is no rule for splitting a parameter.
     """
     split = _split_specs(specs, part, equal_vocabularies=equal_vocabularies)
     kept = []

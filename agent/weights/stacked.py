@@ -38,7 +38,9 @@ def holds_own_tensors(parts: Iterable[WeightPart], names: Iterable[str]) -> bool
 
 
 class StackedSource:
-    """A WeightSource that reads the tensors of single experts from tensors of all experts of another source."""
+    """A WeightSource that reads the tensors of single experts as parts of another source's tensors, which have all
+    experts.
+    """
 
     def __init__(self, source: WeightSource, parts: Iterable[WeightPart]) -> None:
         self._source = source

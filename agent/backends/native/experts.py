@@ -234,7 +234,8 @@ class _OwnExperts(nn.Cell):
     def counts(self, counts: Tensor) -> Tensor:
         """Selects this agent's experts from ``counts``, which has the number of rows of every expert of the model.
 
-        ``counts`` and the result are in the order of the renumbered experts, so this agent's experts come first."""
+        ``counts`` and the result are in the order of the renumbered experts, so this agent's experts come first.
+        """
         return self.gather(counts, self.first, 0)
 
 

@@ -1,5 +1,5 @@
-// The activations of gated linear layers. Each computes one float32 number from two: the gate, and a second factor
-// `up`.
+// The activations of gated linear layers. Each activation computes one float32 number from two: the gate, and a second
+// factor `up`.
 //
 //   kSilu         gate * sigmoid(gate) * up                                   SwiGLU (Shazeer 2020)
 //   kGelu         gate * sigmoid(1.5957691 * (gate + 0.044715 gate^3)) * up   GeGLU, in the form that uses tanh:

@@ -145,8 +145,8 @@ struct PackSource {
   const float* scales;
   const uint8_t* zeros;
   const float* bias;  // [columns] in the order of `values`, or null
-  // Static inputs, all three or none: inverse scales and offsets [depth], and sum offsets [columns] in the order of
-  // `values`.
+  // Static inputs: inverse scales and offsets [depth], and sum offsets [columns] in the order of `values`. Either all
+  // three are given or none.
   const float* input_inverses;
   const float* input_offsets;
   const int32_t* sum_offsets;
@@ -203,7 +203,7 @@ struct LinearArgs {
   // Receives the index of the largest output of each row, the lowest index on a tie. The index is -1 if the row has a
   // NaN or an infinity. Must be null unless the epilogue is kStoreFloat.
   int32_t* best_ids;
-  float* best_values;  // may be null
+  float* best_values;  // [rows]: receives the largest output of each row; may be null
   const LoraRows* lora;  // adapters of the rows; null: none. Must be null for a weight in parts.
 };
 

@@ -260,8 +260,8 @@ void sample_row(const SampleArgs& args, int64_t row) {
 bool is_left(const SampleArgs& args, int64_t row) { return args.logits_rows != nullptr && args.logits_rows[row] < 0; }
 
 // Returns true if the row's result is known without its logits: it is skipped, or it is greedy and its best token is
-// known. If the first rows are known, `sample` finishes them in the calling thread, because waking another thread would
-// take longer.
+// known. If the results of the first rows are known, `sample` writes them in the calling thread, because waking another
+// thread would take longer.
 bool is_known(const SampleArgs& args, int64_t row) {
   if (is_skipped(args, row)) return true;
   return args.best_ids != nullptr && args.best_ids[row] >= 0 && args.temperature[row] == 0.0f &&

@@ -53,8 +53,8 @@ bool has_penalties(const SampleArgs& args);
 // returns an error code of common/check.h.
 int sample(const SampleArgs& args);
 
-// The random number generator Philox4x32-10 (Salmon et al., SC 2011): writes the four random numbers of a counter and a
-// key to `out`.
+// The random number generator Philox4x32-10 (Salmon et al., SC 2011): computes four random numbers from a counter and a
+// key, and writes them to `out`.
 void philox(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]);
 
 }  // namespace llmk

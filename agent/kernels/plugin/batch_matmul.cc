@@ -1,5 +1,5 @@
 // Runs BatchMatMul(x [..., rows, depth], y [..., depth, columns], transpose_x, transpose_y): one matrix product for
-// each matrix of the leading axes, which must be equal.
+// each index of the leading axes. The leading axes of x and y must be equal.
 //
 // The native graphs use BatchMatMul for the up-projections of latent attention, which have one weight for each head.
 // These weights were packed once (keep_primitive() in ops/primitive_weight.h), and the kernel of ops/linear.h

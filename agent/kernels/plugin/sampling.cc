@@ -17,9 +17,9 @@ constexpr int64_t kElementsPerTask = 1 << 14;
 // GCC 12 does not vectorise the loop of largest_of().
 int16_t order_of(uint16_t bits, int16_t infinity) {
   const int16_t magnitude = static_cast<int16_t>(bits & 0x7FFF);
-  const int16_t sign = static_cast<int16_t>(static_cast<int16_t>(bits) >> 15);  // 0 or -1
+  const int16_t sign = static_cast<int16_t>(static_cast<int16_t>(bits) >> 15);  // -1 if negative, otherwise 0
   const int16_t order = static_cast<int16_t>((magnitude ^ sign) - sign);
-  const int16_t nan = static_cast<int16_t>(-(magnitude > infinity));  // 0 or -1
+  const int16_t nan = static_cast<int16_t>(-(magnitude > infinity));  // -1 for a NaN, otherwise 0
   return static_cast<int16_t>((order & ~nan) | (INT16_MAX & nan));
 }
 
