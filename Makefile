@@ -72,6 +72,9 @@ test-aarch64: setup  ## kernels for 64-bit Arm, compiled with a cross compiler; 
 test-aarch64-all: setup  ## the same with all repetitions
 	@$(BIN)/python tools/check_aarch64.py --all $(ARGS)
 
+# `make --jobs test-wheel` also compiles the kernels for the tests. The wheel waits for them.
+wheel: | $(if $(filter test-wheel setup test,$(MAKECMDGOALS)),$(KERNELS))
+
 wheel: $(SERVING) $(WHEEL)  ## a wheel in dist/ with the kernels for every processor of this architecture; needs no compiler where it is installed
 	@rm -rf dist build/lib* build/bdist.*
 	@LLM_KERNELS_BUILD=all $(PATIENT) "compiling the kernels for the wheel" $(BIN)/python setup.py --quiet build_ext

@@ -5,15 +5,22 @@ The tests run setup.py in a tree of small source files.
 
 from __future__ import annotations
 
+import fcntl
+import os
 import platform
 import re
+import select
 import shutil
+import signal
 import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from support.forked_programs import run_forked
+from support.time_limits import time_limit
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = "tools/kernel_build.py"
@@ -33,9 +40,22 @@ FILES = {
 COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then cat "$(dirname "$0")/version"; else exec g++ "$@"; fi
 """
+ENDLESS_COMPILER = """#!/bin/sh
+case "$*" in *" -c "*/agent/kernels/*)
+    sleep 600 3>fifo &
+    echo $! > fifo
+    wait
+esac
+exec "$(dirname "$0")/g++-toy" "$@"
+"""
+"""A compiler whose child process never ends. The child holds the pipe ``fifo`` open.
+
+g++ also starts a child process.
+"""
 PRODUCT_OBJECTS = {"one.o", "portable.o", "two.o"}
 OBJECTS = PRODUCT_OBJECTS | {"entries.o", "loops_portable.o", "main.o"}
 TESTING_LIBRARY = "libllm_kernels_testing.so"
+IN_PLACE = ("setup.py", "--quiet", "build_ext", "--inplace")
 LINKED = {"ceilings", LIBRARY, TESTING_LIBRARY}
 EVERYTHING = OBJECTS | LINKED
 
@@ -88,6 +108,13 @@ class Tree:
         process = self.run(*options, in_place=in_place, build=build)
         assert process.returncode == 0, process.stderr
         return set(re.findall(r" -o \S*/(\S+)$", process.stdout, re.MULTILINE))
+
+    def start(self, *command: str, compiler: str = "g++-toy") -> subprocess.Popen[str]:
+        """Starts a Python program of the tree, in a process that receives signals."""
+        return subprocess.Popen(
+            [sys.executable, *command], cwd=self.root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "CXX": str(self.root / "compiler" / compiler), "LLM_KERNELS_BUILD": "native"},
+        )  # fmt: skip
 
     @property
     def library(self) -> Path:
@@ -215,3 +242,67 @@ def test_names_with_spaces(tmp_path: Path) -> None:
     tree = Tree(tmp_path / "a folder with a # and $HOME")
     assert tree.run().returncode == 0
     assert tree.run().stdout.count(" -o ") == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "code"),
+    [((BUILD,), signal.SIGTERM, 143), (IN_PLACE, signal.SIGINT, 1)],
+    ids=["early", "setup"],
+)
+def test_a_signal_ends_the_build_and_its_compilers(
+    tmp_path: Path, command: tuple[str, ...], number: signal.Signals, code: int
+) -> None:
+    """The compilers hold a pipe open. The pipe's end shows that all of them have ended, and that no other has begun."""
+    tree = Tree(tmp_path)
+    for source in range(os.cpu_count() or 1):
+        tree.write(f"agent/kernels/more_{source}.cc", "")
+    tree.write("compiler/endless", ENDLESS_COMPILER).chmod(0o755)
+    os.mkfifo(tree.root / "fifo")
+    with tree.start(*command, compiler="endless") as build, (tree.root / "fifo").open() as pipe:
+        children = [int(pipe.readline())]
+        try:
+            build.send_signal(number)
+            _, errors = build.communicate(timeout=time_limit(30))
+            assert select.select([pipe], [], [], time_limit(30))[0], "a compiler goes on"
+            children += map(int, pipe.read().split())
+        finally:
+            build.kill()
+            for child in children:
+                with suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+    assert build.returncode == code
+    assert "Traceback" not in errors
+    assert len(children) <= (os.cpu_count() or 1)
+
+
+@pytest.mark.parametrize("command", [(BUILD,), IN_PLACE], ids=["early", "setup"])
+def test_two_builds_of_a_tree_run_one_after_the_other(tmp_path: Path, command: tuple[str, ...]) -> None:
+    tree = Tree(tmp_path)
+    objects = tree.root / "build/kernels" / platform.machine()
+    objects.mkdir(parents=True)
+    descriptor = os.open(objects, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # as another build does
+        with tree.start(*command) as build:
+            assert build.stdout is not None
+            assert build.stdout.readline() == "waiting for another build of the kernels\n"
+            assert list(objects.iterdir()) == []
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            build.communicate(timeout=time_limit(60))
+    finally:
+        os.close(descriptor)
+    assert build.returncode == 0
+    assert list(objects.rglob("portable.o"))
+
+
+def test_make_packs_the_wheel_after_it_has_compiled_the_kernels() -> None:
+    """``make --jobs test-wheel`` compiles for both. ``make wheel`` does not compile for the tests."""
+    assert "libllm_kernels_testing" in _rule_of_the_wheel("test-wheel")
+    assert "libllm_kernels_testing" not in _rule_of_the_wheel("wheel")
+
+
+def _rule_of_the_wheel(goal: str) -> str:
+    command = ["make", "--dry-run", "--print-data-base", goal]
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    (rule,) = [line for line in lines if line.startswith("wheel:")]
+    return rule

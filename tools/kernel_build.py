@@ -16,24 +16,29 @@ variable LLM_KERNELS_BUILD names the sets to compile:
     none     nothing: ``make`` installs the package first, and then compiles with a progress display
 
 Object files stay in build/kernels. A file is compiled again only if one of its inputs has changed. With ``--quiet``,
-the build prints one line for each compiled file instead of the command.
+the build prints one line for each compiled file instead of the command. If two builds of one tree run at the same time,
+the second one waits for the first one. An interrupted or terminated build also ends its compilers.
 """
 
 from __future__ import annotations
 
+import fcntl
 import filecmp
 import importlib.util
 import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = Path("agent/kernels")
@@ -120,6 +125,7 @@ class Compiler:
         if path is None:
             raise BuildError(f"building the kernels needs a C++17 compiler; {name!r} is not on the PATH")
         self._path, self._make_all, self._quiet = path, make_all, quiet
+        self._lock, self._running, self._is_ended = threading.Lock(), set[subprocess.Popen[bytes]](), False
         self._version = self._answer("--version")
 
     @property
@@ -176,9 +182,36 @@ class Compiler:
         if not self._quiet:
             # A single write prints the whole line, so that lines of several threads do not mix.
             print(" ".join(command) + "\n", end="", flush=True)
-        if subprocess.run(command, check=False).returncode != 0:
+        if self._run(command) != 0:
             raise BuildError(f"command failed: {' '.join(command)}")
         os.replace(begun, recipe)
+
+    def _run(self, command: list[str]) -> int:
+        """Runs a command and returns its exit code. Raises BuildError after ``end``."""
+        with self._lock:
+            if self._is_ended:
+                raise BuildError("the build has ended")
+            # The command has its own process group, because ``end`` must also end the processes that g++ starts.
+            process = subprocess.Popen(command, start_new_session=True)
+            self._running.add(process)
+        try:
+            return process.wait()
+        except BaseException:
+            self.end()
+            process.wait()
+            raise
+        finally:
+            with self._lock:
+                self._running.discard(process)
+
+    def end(self) -> None:
+        """Ends the running commands of all threads, and refuses new ones."""
+        with self._lock:
+            self._is_ended = True
+            for process in self._running:
+                if process.poll() is None:
+                    with suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGTERM)
 
 
 def _is_current(recipe: Path, text: str, inputs: Sequence[Path]) -> bool:
@@ -217,7 +250,8 @@ class KernelBuild:
 
     def compile_sets(self) -> None:
         """Compiles the files of the chosen instruction sets."""
-        self._compile(_set_units(self._folder, self._chosen, self._known))
+        with _only_build(self._folder):
+            self._compile(_set_units(self._folder, self._chosen, self._known))
 
     def run(self, root: Path, *, in_place: bool) -> None:
         """Compiles everything and puts the libraries into the tree ``root``.
@@ -233,22 +267,46 @@ class KernelBuild:
                 *_units_of(CEILINGS_SOURCES, self._folder, [*general, _list_of_sets([*self._known, PORTABLE])]),
                 *_loops_units(self._folder, self._known),
             ]
-        self._compile([*product, *testing, *ceilings])
 
         def link(units: list[Unit], flags: list[str], target: Path) -> None:
             self._compiler.link([unit.output for unit in units], flags, self._folder / target.name)
             _put(self._folder / target.name, root / target)
 
-        link(product, LINK_FLAGS, LIBRARY)
-        if for_tests:
-            wraps = [f"-Wl,--wrap={name}" for name in TESTING_WRAPS]
-            link([*product, *testing], [*LINK_FLAGS, *wraps], TESTING_LIBRARY)
-            link([*product, *ceilings], ["-pthread"], CEILINGS_PROGRAM)
+        with _only_build(self._folder):
+            self._compile([*product, *testing, *ceilings])
+            link(product, LINK_FLAGS, LIBRARY)
+            if for_tests:
+                wraps = [f"-Wl,--wrap={name}" for name in TESTING_WRAPS]
+                link([*product, *testing], [*LINK_FLAGS, *wraps], TESTING_LIBRARY)
+                link([*product, *ceilings], ["-pthread"], CEILINGS_PROGRAM)
 
     def _compile(self, units: list[Unit]) -> None:
         if self._quiet:
             print(f"instruction sets ({BUILD_VARIABLE}={self._build}): {', '.join(self._chosen)}", flush=True)
         _compile_all(self._compiler, units, self._quiet)
+
+
+@contextmanager
+def _only_build(folder: Path) -> Iterator[None]:
+    """Waits until no other process builds in ``folder``, and keeps others out. SIGTERM and SIGHUP raise SystemExit."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # under nohup, SIGHUP is ignored
+            signal.signal(number, _terminated)
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("waiting for another build of the kernels", flush=True)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _terminated(number: int, _: object) -> NoReturn:
+    sys.exit(128 + number)
 
 
 def _put(made: Path, target: Path) -> None:
@@ -284,17 +342,23 @@ def _chosen_sets(compiler: Compiler, build: str, known: list[str]) -> list[str]:
 
 
 def _compile_all(compiler: Compiler, units: list[Unit], quiet: bool) -> None:
-    """Compiles the units on all processors at the same time. With ``quiet``, prints one line for each compiled file."""
+    """Compiles the units on all processors at the same time. With ``quiet``, prints one line for each compiled file.
+
+    After an exception, for example a KeyboardInterrupt, no compiler runs any longer.
+    """
     ranks = {name: rank for rank, name in enumerate(SLOW_FILES)}
     ordered = sorted(units, key=lambda unit: ranks.get(unit.source.stem, len(ranks)))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        pending = {pool.submit(compiler.compile, *unit): unit for unit in ordered}
-        for number, done in enumerate(as_completed(pending), 1):
-            if done.exception() is not None:
-                pool.shutdown(wait=False, cancel_futures=True)
-            done.result()
-            if quiet:
-                print(f"compiled {number} of {len(units)}: {pending[done].output.name}", flush=True)
+        try:
+            pending = {pool.submit(compiler.compile, *unit): unit for unit in ordered}
+            for number, done in enumerate(as_completed(pending), 1):
+                done.result()
+                if quiet:
+                    print(f"compiled {number} of {len(units)}: {pending[done].output.name}", flush=True)
+        except BaseException:  # a failed compilation, or a signal
+            pool.shutdown(wait=False, cancel_futures=True)
+            compiler.end()
+            raise
 
 
 def _list_of_sets(names: Sequence[str]) -> str:
@@ -359,6 +423,8 @@ def main() -> None:
             KernelBuild(build, make_all=False, quiet=True).compile_sets()
     except BuildError as reason:
         sys.exit(f"error: {reason}")
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":
