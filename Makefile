@@ -14,9 +14,10 @@ INSTALL := -m pip install --disable-pip-version-check --progress-bar off --no-co
 # start of an agent would compile MindSpore again. Files for another Python version are left out.
 BYTECODE = $(PATIENT) "compiling the modules of the packages" $(BIN)/python -W ignore -c \
            "import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=0)"
-# Runs a command without its output, and prints a line every few seconds so that the user sees that it still runs.
-PATIENT := $(BIN)/python tools/show_progress.py
-NEWENV  := $(PYTHON) tools/show_progress.py "creating a virtual environment" $(PYTHON) -m venv
+# Runs a command without its output, and prints a line every few seconds so that the user sees that it still runs. With
+# `exec` it replaces the shell, so that it gets the SIGTERM that make sends to the shell.
+PATIENT := exec $(BIN)/python tools/show_progress.py
+NEWENV  := exec $(PYTHON) tools/show_progress.py "creating a virtual environment" $(PYTHON) -m venv
 LIBRARY := agent/kernels/libllm_kernels.so
 KERNELS := performance/kernels/libllm_kernels_testing.so performance/ceilings
 SETS    := build/kernels/.sets-compiled
@@ -177,7 +178,7 @@ $(LIBRARY): $(SOURCES) | $(SERVING)
 # The files of the instruction sets take most of the time. They need no package, so `make --jobs` compiles them while pip
 # installs the packages.
 $(SETS): $(SOURCES)
-	@LLM_KERNELS_BUILD=$(or $(LLM_KERNELS_BUILD),native) $(PYTHON) tools/show_progress.py "compiling the instruction sets" $(PYTHON) tools/kernel_build.py
+	@LLM_KERNELS_BUILD=$(or $(LLM_KERNELS_BUILD),native) exec $(PYTHON) tools/show_progress.py "compiling the instruction sets" $(PYTHON) tools/kernel_build.py
 	@mkdir -p $(@D) && touch $@
 
 $(KERNELS) &: $(SOURCES) $(SETS) | $(SERVING)

@@ -107,6 +107,9 @@ def test_each_slow_command_of_the_makefile_shows_its_progress() -> None:
     lines = [line for line in makefile.splitlines() if slow.search(line) and not line.startswith(("INSTALL", "help"))]
     assert len(lines) > 8
     assert [line for line in lines if "$(PATIENT)" not in line and "tools/show_progress.py" not in line] == []
+    starts = [line for line in makefile.splitlines() if "tools/show_progress.py" in line]
+    assert len(starts) == 3
+    assert [line for line in starts if "exec" not in line] == [], "the shell would take the SIGTERM of make"
 
 
 def test_a_bar_on_a_terminal_is_erased_when_its_stage_ends() -> None:
