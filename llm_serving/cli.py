@@ -193,7 +193,7 @@ def load_for_model(
         return fit_sizes(load_config(file, overrides), machine)
     try:
         config = fit_sizes(load_config(file, [*_AUTO_SIZES, *overrides]), machine)
-    except MemoryPlanError:  # raised if the memory of an Ascend is not known
+    except MemoryPlanError:  # ``fit_sizes`` raises it if the memory of an Ascend is not known
         return fit_sizes(load_config(file, overrides), machine)
     if any(override.startswith(_NUM_BLOCKS) for override in overrides):
         return config

@@ -177,7 +177,7 @@ class Request:
     tenant: str = ""
     """The tenant, for fairness: a short hash of the API key. Empty without a key."""
     cache_salt: bytes = b""
-    """Part of the hashes of the prefix cache. Requests with different salts share no blocks."""
+    """A value that enters the hashes of the prefix cache. Requests with different salts share no blocks."""
     ttft_objective: float | None = None
     """Objective for the time to the first token, in seconds. None means the objective in the config."""
     tbt_objective: float | None = None

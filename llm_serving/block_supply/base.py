@@ -18,8 +18,8 @@ class CachedPrefix:
     is_pending: bool
     """True if the sequence should wait, because steps in flight for other sequences compute more of its tokens.
 
-    Waiting must gain at least one full block, or all known tokens except the last. Otherwise, equal prompts that end at
-    the end of a block would start one after the other, each to gain a single token.
+    A sequence waits only if this gains at least one full block, or all known tokens except the last. Otherwise, equal
+    prompts that end at the end of a block would start one after the other, each to gain a single token.
     """
 
 
@@ -34,7 +34,7 @@ class BlockSupply:
 
     @property
     def version(self) -> int:
-        """A number that increases whenever the next lookup in the prefix cache may have another result."""
+        """A number that increases whenever a lookup in the prefix cache may find something else than before."""
         return 0
 
     def look_up(self, sequence: Sequence) -> CachedPrefix:

@@ -4,15 +4,15 @@ Layers with linear attention keep a state of each sequence instead of keys and v
 let a sequence skip tokens: it also needs the state after them. Steps save states in snapshots at the ends of blocks:
 
 * At the end of the last full block of a prompt. The same prompt and the next prompt of a chat resume from it.
-* At the end of the part of a prompt that the prefix cache has, if no snapshot exists there. Two prompts have this
-  beginning, so a third prompt is likely to have it.
+* At the end of the cached part of a prompt, if no snapshot exists there. Two prompts begin with this part, so a third
+  prompt is likely to begin with it, too.
 * While a sequence decodes, at the end of each block. The next prompt of a chat, or the sequence itself after a
   preemption, resumes from the latest of these snapshots. Usually, each save overwrites the snapshot before.
 
 A new state is useless if a draft before it is rejected, or if the text ends before it. While this is possible, the new
 state must not overwrite the previous state. So it is saved in a second snapshot. If a step with drafts reaches the ends
-of several blocks, it saves only the state at the first of these ends. The drafts up to there are the most likely to be
-accepted.
+of several blocks, it saves only the state at the first of these ends. The drafts up to this end are more likely to be
+accepted than the later ones.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class _Saves(Stateful):
 
 
 class StateSupply(PrefixSupply, Stateful):
-    """Gives blocks like ``PrefixSupply``, but only up to a snapshot, and plans the states that steps read and save."""
+    """Gives blocks like ``PrefixSupply``, but cached blocks only up to a snapshot. Also plans which states steps read
+    and save.
+    """
 
     def __init__(self, kv_cache: KVCacheManager, num_snapshots: int) -> None:
         super().__init__(kv_cache)
@@ -190,7 +192,7 @@ class StateSupply(PrefixSupply, Stateful):
 
     def _last_awaited(self, sequence: Sequence) -> int:
         """Returns the largest n for which a running sequence will save the state after the first n blocks of
-        ``sequence``, or 0.
+        ``sequence``. 0: no sequence will save such a state.
         """
         if not self._awaited:
             return 0

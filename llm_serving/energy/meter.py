@@ -74,8 +74,8 @@ class EnergyMeter(Collector):
     def end_interval(self) -> Interval | None:
         """Returns the interval since the end of the last returned interval, or None if it has no output tokens.
 
-        Only tokens of ended requests count. If the result is None, the next interval also includes the time of this
-        interval, because an idle server uses energy, too.
+        Only tokens of ended requests count. If the result is None, the next interval also includes the time and the
+        energy of this interval, because an idle server uses energy, too.
         """
         now = self.read()
         interval = Interval.between(self._last, now)

@@ -10,11 +10,11 @@ class ProcessTimes:
 
     def __init__(self) -> None:
         self._last: dict[tuple[int, float], float] = {}
-        """Maps each process, as its id and start time, to its seconds at the last call."""
+        """Maps each process (its id and start time) to the processor seconds that it had used at the last call."""
         self._total = 0.0
 
     def seconds(self) -> float:
-        """Returns the user and system seconds of all cores.
+        """Returns the processor seconds (user and system time) of all these processes on all cores.
 
         The time that a process used between the last call and its end is missing.
         """

@@ -11,8 +11,8 @@ from pathlib import Path
 
 POWERCAP = Path("/sys/class/powercap")
 _COUNTED = ("package", "dram")
-"""Prefixes of the zone names that are added up. Zones of cores are left out, because the zone of their package includes
-them.
+"""Prefixes of the names of the zones whose energy is added up. Zones of cores are left out, because the zone of their
+package includes them.
 """
 
 
@@ -27,7 +27,7 @@ class RaplZone:
         self._total = 0
 
     def joules(self) -> float:
-        """Returns the energy in joules since this object was created.
+        """Returns the energy in joules that the zone has used since this object was created.
 
         The counter starts again at 0 when it overflows. Call this method before it can overflow twice.
         """

@@ -42,7 +42,7 @@ class TypedFields:
         return tuple(self._values)
 
     def with_value(self, key: str, value: object) -> TypedFields:
-        """Returns a copy of these fields with one more value."""
+        """Returns a copy of these fields in which ``key`` has this value."""
         return TypedFields(self.source, {**self._values, key: value}, self._error, self._prefix)
 
     def value(self, key: str) -> object:

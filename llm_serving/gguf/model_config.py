@@ -18,7 +18,7 @@ from llm_serving.gguf.header import Header, read_header
 from llm_serving.gguf.hybrid import HYBRIDS, hybrid_fields, partial_rotary_factor
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""Name of the tensor with divisors. llama.cpp divides the rotary frequencies of Llama 3.1 and later by them."""
+"""Name of the tensor with the numbers by which llama.cpp divides the rotary frequencies of Llama 3.1 and later."""
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 """Names of the tensors with the divisors of LongRoPE."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -26,8 +26,8 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 _GEMMA_27B_LAYERS = 62
 """Number of layers of Gemma 3 27B. A file with this number of layers counts as this model.
 
-Unlike the smaller models of Gemma 3, it divides attention scores by the square root of (hidden size / heads). A GGUF
-file does not state this.
+Unlike the smaller models of Gemma 3, this model divides attention scores by the square root of (hidden size / heads). A
+GGUF file does not state this.
 """
 _MAX_FACTORS = 4096
 """Maximum number of the factors by which rotary frequencies are divided."""

@@ -55,7 +55,7 @@ _DEEPSEEK_LETTERS = (
     "\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2"
     "\U000118a0-\U000118df\U0001e900-\U0001e943"
 )
-"""The letters with upper and lower case, as a rule of DeepSeek's first tokenizer lists them."""
+"""The letters that have an upper and a lower case, as a rule of DeepSeek's first tokenizer lists them."""
 _DEEPSEEK_CHINESE = r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 
 

@@ -103,7 +103,7 @@ class BlockPool:
         same content and parent, returns that block, and ``block`` is not cached.
 
         If a cached block has the same hash but another content or parent, ``block`` replaces it in the prefix cache.
-        The cause is a hash collision, or the parent of the replaced block has left the prefix cache.
+        There are two possible causes: a hash collision, or the parent of the replaced block has left the prefix cache.
         """
         index = self.index
         other = index.block_of(block_hash)
@@ -136,7 +136,7 @@ class BlockPool:
 
         Reference counts do not change.
         """
-        # The observer gets one call of ``cleared`` instead of a call for each block.
+        # The observer gets one call of ``cleared`` at the end instead of a call of ``removed`` for each block.
         observer, self.index.observer = self.index.observer, None
         for block, entry in enumerate(self.index.entries):
             if entry:

@@ -84,7 +84,7 @@ class KVCacheManager:
 
     @property
     def num_lent(self) -> int:
-        """Number of holds on blocks that a step copies to or from a KV tier.
+        """Number of holds on blocks that steps copy to or from a KV tier.
 
         ``lend`` and ``take`` add these holds, and ``give_back`` removes them. A block with a hold is not evicted.
         """

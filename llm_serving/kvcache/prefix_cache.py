@@ -20,7 +20,7 @@ from llm_serving.kvcache.prefix_index import Parent
 class TailMatch:
     """A cached block of which only the first ``num_tokens`` tokens match.
 
-    A sequence must copy the block, because it will write different tokens after them.
+    A sequence must copy the block, because after these tokens it will write other tokens than the block has.
     """
 
     block: int
@@ -172,7 +172,7 @@ class PrefixCache:
         """Adds held full blocks, whose content was loaded from a KV tier, to the cache.
 
         ``blocks`` are the blocks of the chain from index ``first`` on. If a block before them is no longer cached, adds
-        none. If another cached block has the same content, does not add the block.
+        none. If another cached block has the same content as one of ``blocks``, does not add this block.
         """
         self._refresh(chain)
         self._find_further(chain, first)

@@ -22,7 +22,9 @@ Parent = int | bytes
 """Identifies the prefix before a block: the index entry of the preceding block, or the salt if there is none."""
 
 MAX_TAIL_CANDIDATES = 8
-"""Maximum number of blocks with the same parent that ``find_tail`` compares. It compares the blocks added last."""
+"""Maximum number of blocks with the same parent that ``find_tail`` compares. If there are more, it compares those that
+were added last.
+"""
 
 
 class IndexObserver(Protocol):
@@ -87,7 +89,7 @@ class PrefixIndex:
         return self._hashes[block], self._contents[block]
 
     def num_tokens(self, block: int) -> int:
-        """Returns the number of tokens that a block's index entry describes."""
+        """Returns the number of tokens in a block's index entry."""
         return len(self._contents[block]) // TOKEN_BYTES
 
     def add(self, block: int, content: bytes, parent: Parent, block_hash: bytes = b"") -> None:

@@ -2,7 +2,7 @@
 
 Every agent converts the weights of its part of the model in host memory, and then copies them to its device. All agents
 load at the same time. The host blocks for swapped sequences are allocated after loading. So the need is the larger of
-the two amounts, not their sum.
+two amounts, not their sum: the weights during the conversion, or the host blocks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Upper bounds of the memory that CPU kernels need in addition to tensors: threads' scratch memory, recorded launches.
 
-A thread keeps the scratch memory of its largest call, and a quarter more (``agent/kernels/common/thread_pool.h``). The
-bounds are for the largest possible step. ``tests/agent/test_kernel_memory.py`` compares them with the kernels.
+A thread keeps the scratch memory that its largest call needed, and a quarter more
+(``agent/kernels/common/thread_pool.h``). The bounds are for the largest possible step.
+``tests/agent/test_kernel_memory.py`` compares the bounds with the memory that kernels use.
 
 The descriptions use these letters:
 

@@ -114,8 +114,9 @@ class MemoryPlan:
     """
 
     others: tuple[MemoryPlan, ...] = ()
-    """Plans of the other machines, if a replica spans several machines. They need at most as much memory as this plan.
-    But a KV cache block may need more memory there, so these machines also limit the number of blocks.
+    """Plans of the other machines, if a replica spans several machines. Each of these plans needs at most as much
+    memory as this plan. But a KV cache block may need more memory on another machine than on this one. So these
+    machines also limit the number of blocks.
     """
 
     def bytes_of(self, name: str) -> int:
@@ -166,7 +167,7 @@ class MemoryPlan:
         block_bytes = self.kv_bytes_per_token * self.block_size
         if block_bytes:
             return spare_bytes // block_bytes
-        # The agents have pipeline stages with linear attention only, so a block takes no memory here.
+        # All layers of the agents on this machine have linear attention, so a block takes no memory here.
         return sys.maxsize if spare_bytes >= 0 else -self.num_blocks
 
     def table(self) -> str:
@@ -189,7 +190,7 @@ class MemoryPlan:
         return "\n".join(_line(row, widths) for row in rows)
 
     def _kinds(self) -> list[list[int]]:
-        """Groups the ranks by memory need: the agents of each returned list need the same memory for every item."""
+        """Groups the ranks by memory need. The agents in one of the returned lists need equal memory for each item."""
         found: dict[tuple[int, ...], list[int]] = {}
         for rank, items in enumerate(self.ranks):
             found.setdefault(tuple(item.num_bytes for item in items), []).append(rank)

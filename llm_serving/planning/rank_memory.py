@@ -27,15 +27,15 @@ CANDIDATE_MATRICES = 4
 """
 JOINED_BYTES = 64 * 64 * (1 + 2 * FLOAT32_BYTES)
 """Bytes for each agent and sequence while an Ascend joins the candidates of several agents
-(``agent/device_sampling/draws.py``). It compares 64 chosen places with 64 candidates of each agent: a flag for each
-pair, the flag as float32, and the flag times a token id.
+(``agent/device_sampling/draws.py``). The Ascend compares 64 chosen places with 64 candidates of each agent. Each pair
+needs a flag, the flag as float32, and the flag times a token id.
 """
 STATES_PER_SEQUENCE = 2
 """Number of linear attention states for each batch row and layer: a step reads one and writes the other
 (``agent/sequence_states.py``).
 """
 _HUGE_PAGE = 2 << 20
-"""Bytes of a huge page. The fused operators' adapters of at least a quarter of this size use huge pages
+"""Bytes of a huge page. Adapters of fused operators use huge pages if they have at least a quarter of this size
 (``weight_blob`` in ``agent/kernels/packing.py``).
 """
 KV_CACHE = "KV cache"

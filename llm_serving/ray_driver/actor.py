@@ -1,4 +1,4 @@
-"""The Ray actor on a machine of the cluster. It starts the process ``agent_host`` and reports its end."""
+"""The Ray actor on a machine of the cluster. It starts a process ``agent_host`` and reports when this process ends."""
 
 from __future__ import annotations
 

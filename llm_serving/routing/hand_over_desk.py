@@ -55,7 +55,7 @@ class HandOverDesk:
         self._trips: dict[Trip, None] = {}
         """The transfers that have not ended."""
         self._ended: deque[tuple[Trip, LLMServingError | None]] = deque()
-        """The transfers whose end was not processed yet, each with its error."""
+        """The transfers that have ended and are not processed yet, each with its error or None."""
         self._has_put_back = False
         """True if a request went back to the router's queue after the last call of ``settle``."""
 
@@ -157,10 +157,11 @@ class HandOverDesk:
     def hand_over(self, entry: Entry, now: float) -> None:
         """Gives a request, which must be in no queue, to the least loaded decode replica whose pool has its blocks.
 
-        If no pool of a decode replica has them, chooses the least loaded decode replica. A transfer then sends the
-        blocks to its pool, and the replica gets the request after the transfer.
+        If no pool of a decode replica has the blocks, chooses the least loaded of all decode replicas. A transfer then
+        sends the blocks to its pool, and the replica gets the request after the transfer.
 
-        If no replica is ready, the request goes back to the queue. If all copies are lost, it is computed again.
+        If no replica is ready, the request goes back to the queue. If all copies of the blocks are lost, the request is
+        computed again.
         """
         live, lease = [one for one in self._replicas if one.is_live], entry.lease
         assert lease is not None

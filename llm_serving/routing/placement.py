@@ -45,7 +45,7 @@ class Role(enum.Enum):
     DECODE = "decode"
     """A replica that computes short prompts, takes over the blocks of long prompts, and decodes."""
     BOTH = "both"
-    """Takes prompts of any length and handed blocks, and decodes."""
+    """A replica that computes prompts of any length, takes over handed blocks, and decodes."""
 
 
 class Placed(enum.Enum):
@@ -54,8 +54,9 @@ class Placed(enum.Enum):
     PREFIX = "prefix"
     """The replica has more tokens of the prompt in its cache than at least one other replica."""
     LOAD = "load"
-    """The replica has the least load. Cached tokens did not decide: no replica has any, or the replica that has them is
-    overloaded or cannot start the request."""
+    """The replica has the least load. Cached tokens did not decide the choice: no replica has cached tokens of the
+    prompt, or the replica that has them is overloaded or cannot start the request.
+    """
     TURN = "turn"
     """The replica was next in round-robin order."""
     PROMPT = "prompt"

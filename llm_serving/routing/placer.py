@@ -29,7 +29,9 @@ MAX_GROUPS = 4096
 """Maximum number of request groups (samples of a prompt, beams of a search) whose replica is remembered."""
 
 HandOver = Callable[[Entry, float], None]
-"""Gives a request, which has left the router's queue, to a replica that decodes. The second argument is the time."""
+"""Type of a function that gives a request, which has left the router's queue, to a replica that decodes. The second
+argument is the time.
+"""
 
 
 class Placer:

@@ -34,7 +34,7 @@ class HandOverFigures:
     seconds: float = 0.0
     """Sum of the latencies of completed hand-overs, from the end of the prefill to the arrival of all blocks."""
     transfer_seconds: float = 0.0
-    """Sum of the times of transfers between pools."""
+    """Total seconds that transfers between pools took."""
     failed_transfers: int = 0
     """Transfers between pools that failed. Their requests were computed again."""
 
@@ -91,7 +91,7 @@ class PrefillSplit:
         return [replica for replica in live if replica.role is not Role.PREFILL] or live
 
     def least_loaded(self, live: list[RoutedReplica]) -> RoutedReplica:
-        """Returns the replica with the least load of those that decode, for a request with handed blocks.
+        """Returns the replica with the least load of those that decode, to decode a request with handed blocks.
 
         If no ready replica decodes, the choice is among all ready replicas.
         """

@@ -66,10 +66,10 @@ class Entry:
 
 
 class Survey:
-    """The load and the capacity of a replica at one time. They are outdated when another request is placed at the
+    """The load and the capacity of a replica at one time. Both are outdated as soon as another request is placed at the
     replica.
 
-    Computing them costs O(n) for n requests of the replica.
+    The cost to compute both is O(n) for n requests of the replica.
     """
 
     def __init__(self, replica: RoutedReplica) -> None:
@@ -97,9 +97,11 @@ class RoutedReplica:
         self.num_placed = dict.fromkeys(Placed, 0)
         """Number of requests that the router placed here since the start, by reason."""
         self.num_recalled = 0
-        """Number of requests that the router took back: they could not start here, or the agents were lost."""
+        """Number of requests that the router took back, because they could not start here or because the agents were
+        lost.
+        """
         self.load = 0
-        """Tokens that the replica must still compute, at the last ``survey``."""
+        """Number of tokens that the replica still had to compute at the time of the last ``survey``."""
         self._limits = scheduler.limits
         self._max_waiting, self._max_waiting_tokens = _step_bounds(self._limits)
 
@@ -135,7 +137,7 @@ class Trip:
     entry: Entry
     lease: Lease
     source: int
-    """Index of the replica whose pool the blocks are read from."""
+    """Index of the replica from whose pool the blocks are read."""
     target: RoutedReplica
     began: float
     is_void: bool = False

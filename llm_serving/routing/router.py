@@ -235,7 +235,7 @@ class Router:
         for each in self.replicas:
             each.scheduler.distrust_blocks(now, recompute=recompute)
             self._take_hand_overs(each, now)
-            self._placer.placed.add(each.index)  # requests may wait there, and no other event may follow
+            self._placer.placed.add(each.index)  # requests may wait at this replica, and no other event may follow
         if self._desk is not None:
             self._desk.distrust()
 

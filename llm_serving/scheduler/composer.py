@@ -16,7 +16,7 @@ from llm_serving.scheduler.state import SchedulerState
 from llm_serving.scheduler.step_builder import ChunkPlan, DecodeBatch, build_decode, build_prefill
 
 MAX_PREFILL_STEPS_IN_FLIGHT = 2
-"""Maximum number of prefill steps in flight. One runs and one is queued.
+"""Maximum number of prefill steps in flight: one runs, and one is queued at the agent.
 
 So the agent is never idle, and a decode step waits for few prefill steps.
 """
@@ -148,7 +148,8 @@ class StepComposer(Stateful):
             sequences = self.grow(ready, now)
             if sequences or state.in_flight.num_steps or state.running.num_leaving:
                 return sequences
-            # All chosen sequences were preempted, and without a step in flight, no event follows. So choose others now.
+            # All chosen sequences were preempted. Without a step in flight, no event would follow, so other sequences
+            # are chosen now.
 
     def _ready(self) -> tuple[list[Sequence], int]:
         """Returns the sequences that can decode, and the number of sequences that will be able to decode after their

@@ -43,7 +43,7 @@ class Figures:
     reserved_tokens: int = 0
     """Number of KV positions in the blocks of all block tables."""
     held_tokens: int = 0
-    """Number of KV positions that hold a token, or will hold one when the running prompts are computed."""
+    """Number of KV positions that have a token, or will have one when the prompts of running requests are computed."""
     steps_in_flight: int = 0
 
     @classmethod
@@ -86,7 +86,9 @@ class Figures:
 
 
 def _num_held_tokens(running: RunningSet, block_size: int) -> int:
-    """Returns the number of KV positions that have a token, or will have one when the running prompts are computed."""
+    """Returns the number of KV positions that have a token, or will have one when the prompts of running requests are
+    computed.
+    """
     held = 0
     for sequence in running.holders:
         request = sequence.request

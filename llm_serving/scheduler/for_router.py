@@ -58,7 +58,8 @@ class RoutedScheduler:
         return [] if self._hand_overs is None else self._hand_overs.take_changes()
 
     def grant_hand_over(self, request_id: str, blocks: Iterable[int]) -> None:
-        """Gives a request its blocks of the hand-over pool. If there are none, the request stays at this replica."""
+        """Gives a request its blocks of the hand-over pool. If ``blocks`` is empty, the request stays at this replica.
+        """
         assert self._hand_overs is not None, "only replicas that hand over ask for blocks"
         refused = self._hand_overs.grant(request_id, list(blocks))
         if refused is not None:

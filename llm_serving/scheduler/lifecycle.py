@@ -119,7 +119,8 @@ class Lifecycle:
         self._compute_again(lambda sequence: True, now)
 
     def distrust(self, now: float, *, recompute: bool) -> None:
-        """Makes sequences compute all their tokens again if a step may now copy blocks of another replica to them.
+        """Makes sequences compute all their tokens again if steps now copy blocks of another replica to the device for
+        them.
 
         With ``recompute``, the same holds for all sequences whose blocks may come from other replicas.
         """

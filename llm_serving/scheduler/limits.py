@@ -84,9 +84,9 @@ class SchedulerLimits:
     batch_size: int | None = None
     """Number of requests in a static or dynamic batch. None: as many as a decode step can have."""
     batch_waiting_time: float = 0.0
-    """Seconds that a prefill step, or a dynamic batch that is not full, waits for more requests."""
+    """Maximum seconds for which a prefill step, or a dynamic batch that is not full, waits for more requests."""
     decode_batch_waiting_time: float = 0.0
-    """Seconds that a decode step that is not full waits for sequences in prefill."""
+    """Maximum seconds for which a decode step that is not full waits for sequences in prefill."""
     max_waiting_requests: int = 1024
     max_waiting_tokens: int | None = None
     num_host_blocks: int = 0
@@ -119,9 +119,9 @@ class SchedulerLimits:
     light_keys_first: bool = True
     """True if requests of tenants with few requests start before requests of tenants with many, see ``light_keys``."""
     ttft_objective: float = 2.0
-    """Seconds from arrival to first token, for requests without an own objective."""
+    """Objective in seconds from the arrival to the first token, for requests that state no objective."""
     tbt_objective: float = 0.2
-    """Seconds between two tokens, for requests without an own objective."""
+    """Objective in seconds between two tokens, for requests that state no objective."""
 
     def __post_init__(self) -> None:
         for name in _AT_LEAST_ONE:

@@ -206,10 +206,11 @@ class StepResult:
     draft_us: int = 0
     """Microseconds in which the draft model made drafts. They are a part of ``sample_us``."""
     device_draws: int = 0
-    """Number of tokens that the device drew, and with which the step was launched. Sequences without ``top_k`` do not
-    count."""
+    """Number of tokens that the device drew, and with which the step was launched. Tokens of sequences without
+    ``top_k`` are not counted.
+    """
     wrong_draws: int = 0
-    """Number of ``device_draws`` that the sampler has not chosen."""
+    """Number of the tokens in ``device_draws`` that the sampler did not choose."""
     second_launches: int = 0
     """1 if the step was launched again, because its first launch had a wrong token. Otherwise 0."""
     drafts: list[list[int]] | None = None

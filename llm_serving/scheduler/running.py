@@ -91,8 +91,7 @@ class RunningSet(Stateful):
 
     @property
     def victim(self) -> Sequence:
-        """The running sequence to preempt next: the latest arrival among the sequences with the least important
-        priority.
+        """The running sequence to preempt next: the one that arrived last among those with the least urgent priority.
 
         The oldest running sequence is left out, unless it is the only one.
         """

@@ -62,7 +62,7 @@ class SchedulerState(Stateful):
         sequence.state = SequenceState.REMOVED
         sequence.request.end_tiles()
         self.num_started -= sequence.request.first_scheduled_time is not None
-        self.no_capacity = None  # capacity must be checked again, because the request without capacity may be this one
+        self.no_capacity = None  # check capacity again, because this request may be the one that lacked it
 
     def wake_at(self, deadline: float) -> None:
         """Ensures that ``schedule`` is called at ``deadline`` at the latest."""

@@ -17,7 +17,9 @@ PARTS = (
     *("state", "preemption", "swapper", "tiers", "hand_overs", "admission", "light_keys", "batching", "composer"),
     *("policy", "quarantine", "states"),
 )
-"""Names of the scheduler's parts that a snapshot saves. The part ``state`` is the attribute ``_state``, for example."""
+"""Names of the scheduler's parts that a snapshot saves. The attribute of a part has the same name with a leading
+underscore, for example ``_state``.
+"""
 
 
 class SavedScheduler:

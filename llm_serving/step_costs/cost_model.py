@@ -6,7 +6,9 @@ from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
 from llm_serving.scheduler.snapshot import Stateful
 
 StepCounts = tuple[float, float, float, float]
-"""The inputs of the model for a step: (1, decoding sequences, their context tokens, prompt tokens)."""
+"""The inputs of the model for a step: (1, number of decoding sequences, number of their context tokens, number of
+prompt tokens).
+"""
 
 KEEP = 1 - 1 / 256
 """Each new step multiplies the weights of earlier steps by this factor. About the last 256 steps count."""
@@ -24,8 +26,9 @@ _RIDGE = 1e-7
 """Regularisation: keeps a coefficient near zero if no step had tokens of its kind."""
 
 _SCALES = (1.0, 1.0 / 16, 1.0 / 4096, 1.0 / 64)
-"""Scales typical counts of sequences, context tokens and prompt tokens to about 1, so that the ridge treats all
-alike."""
+"""Factors that scale typical counts of sequences, context tokens and prompt tokens to about 1. So the regularisation
+affects all coefficients alike.
+"""
 
 
 class StepCostModel(Stateful):
@@ -90,7 +93,7 @@ class StepCostModel(Stateful):
         self.note(step_counts(step), seconds)
 
     def note(self, counts: StepCounts, seconds: float) -> None:
-        """Updates the model with a step of these counts, which took ``seconds`` > 0."""
+        """Updates the model with a step that had these counts and took ``seconds`` > 0."""
         self._update_drift(counts, seconds)
         self.max_prompt_tokens = max(self.max_prompt_tokens * KEEP, counts[3])
         values = [value * scale / seconds for value, scale in zip(counts, _SCALES, strict=True)]

@@ -54,7 +54,7 @@ class DrainRate(Stateful):
         self._tokens = self._tokens * _KEEP + num_tokens
 
     def retry_after_s(self, num_requests: int, num_tokens: int) -> float:
-        """Estimates the seconds in which ``num_requests`` requests and ``num_tokens`` tokens leave the queue. The
+        """Estimates the seconds until ``num_requests`` requests and ``num_tokens`` tokens have left the queue. The
         result is from 1 to 30.
         """
         if not self._requests:

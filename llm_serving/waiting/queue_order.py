@@ -258,7 +258,9 @@ class FairQueue(Stateful):
         return sequence.request.tenant if self._fairness else ""
 
     def _update_counters(self, tenant: str) -> None:
-        """Records in the virtual token counters whether a tenant has waiting sequences, and the key of the first."""
+        """Records in the virtual token counters whether a tenant has waiting sequences, and the key of the first of
+        these sequences.
+        """
         sequences = self._tenants[tenant]
         if sequences:
             self._counters.wait(tenant, sequences.key(sequences.first()))
@@ -348,7 +350,7 @@ class KeyedHeap(Stateful, Generic[_Item]):
         return item in self._entries
 
     def __iter__(self) -> Iterator[_Item]:
-        """Iterates over the items in the order in which they were first set, not in the order of keys."""
+        """Iterates over the items in the order in which they were added, not in the order of their keys."""
         return iter(self._entries)
 
     def set(self, item: _Item, key: Any) -> None:

@@ -28,7 +28,7 @@ from llm_serving.scheduler.sequence import Sequence
 from llm_serving.waiting.queue_order import DEFAULT_AGEING_S, FairQueue, KeyedHeap, QueueOrder
 
 LATE_SHARE = 32
-"""While late requests wait, at least one of every ``LATE_SHARE`` starts is that of a late request."""
+"""While late requests wait, at least one in every ``LATE_SHARE`` starts is the start of a late request."""
 
 DEFAULT_MARGIN = 0.1
 """Fraction of the objective that is reserved for errors of the estimated prefill time."""
