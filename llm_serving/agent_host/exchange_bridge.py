@@ -1,9 +1,9 @@
 """Connects the exchanges of the nodes on which the agents of one group run.
 
 An exchange is the shared memory through which the agents of a group pass activations. Each node has its own exchange. A
-stream is data that one agent writes there and others read (``llm_serving.ipc.exchange_streams``). For each other node,
-a thread sends the streams that agents of this node write and agents of the other node read. Each thread has its own
-connection, which carries data in one direction:
+stream is data that one agent writes to the exchange and other agents read (``llm_serving.ipc.exchange_streams``). For
+each other node, a thread sends the streams that agents of this node write and agents of the other node read. Each
+thread has its own connection, which carries data in one direction:
 
     receiver                              sender
        |<--- introduction ------------------|   the secret of this start of the group, both nodes' numbers, the layout
@@ -63,7 +63,7 @@ class _NotReadyError(Exception):
 
 
 class ExchangeBridge:
-    """Copies the streams of an exchange to other nodes and from them.
+    """Copies streams between the exchange of this node and the exchanges of other nodes.
 
     ``descriptor`` becomes readable if a connection has ended or cannot be made, and ``problem`` then has the reason. A
     group without one of its connections cannot compute, so the caller must end the agents.

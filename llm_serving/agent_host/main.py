@@ -65,7 +65,7 @@ class AgentHost:
                 plain, peer = self._listener.accept()
             except TimeoutError:
                 continue
-            except OSError as error:  # too many open files
+            except OSError as error:  # for example, too many files are open
                 note(f"cannot accept connections: {error}")
                 time.sleep(_ACCEPT_PAUSE_S)
                 continue
@@ -73,7 +73,7 @@ class AgentHost:
                 plain.close()
                 continue
             threading.Thread(target=self._welcome, args=(plain, peer), name="link", daemon=True).start()
-        with self._is_used:  # waits until the last link has ended
+        with self._is_used:  # waits until the present link has ended
             pass
 
     def _welcome(self, plain: socket.socket, peer: tuple[str, int]) -> None:

@@ -280,7 +280,7 @@ class Session:
         self._channel.allow(SlotLayout.of(config.slot_limits()).slot_bytes + MAX_FRAME_BYTES)
 
     def _open_bridge(self, memory: GroupMemory) -> None:
-        """Connects the exchange to those of the other nodes, if the group spans several nodes."""
+        """Connects this node's exchange to the exchanges of the other nodes, if the group spans several nodes."""
         if self._share is None:
             return
         from llm_serving.agent_host.exchange_bridge import ExchangeBridge

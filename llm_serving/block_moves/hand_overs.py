@@ -54,7 +54,7 @@ class HandOverChange:
     request_id: str
     num_blocks: int
     blocks: list[int]
-    """The blocks of the hand-over pool. Empty for WANTED."""
+    """The blocks of the hand-over pool that the sequence uses. Empty for WANTED."""
 
     @property
     def has_left(self) -> bool:

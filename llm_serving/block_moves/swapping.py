@@ -143,7 +143,7 @@ class Swapper(BlockMover):
         while state.swapped:
             first = state.swapped[0]
             if first.hand_over is HandOverState.ARRIVING:
-                break  # its blocks are in the hand-over pool
+                break  # the blocks of this sequence are in the hand-over pool
             if len(moves) + len(first.host_table) > state.limits.max_moves or self._swap_in_first() is None:
                 break
             sequences.append(first)

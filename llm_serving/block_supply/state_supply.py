@@ -215,8 +215,8 @@ class StateSupply(PrefixSupply, Stateful):
             saves.resumed = -1
 
     def _await_less(self, sequence: Sequence, saves: _Saves, num_left: int) -> None:
-        """Removes all but the last ``num_left`` of the states for which other sequences may wait. The removed ones have
-        been saved, or no step will save them.
+        """Removes all but the last ``num_left`` states from ``saves.awaited``. Other sequences may wait for the states
+        in this list. The removed states have been saved, or no step will save them.
         """
         done = saves.awaited[: len(saves.awaited) - num_left]
         saves.awaited = saves.awaited[len(done) :]

@@ -58,7 +58,7 @@ HANDSHAKE_TIMEOUT_S = 5.0
 MAX_CONFIG_BYTES = 192 * 1024
 """Maximum size of the config that the server sends to a node, as JSON."""
 SECRET_BYTES = 32
-"""Size of the secret of an agent, in bytes."""
+"""Size of each secret in the messages of a link, in bytes."""
 DIGEST_BYTES = 32
 """Size of the digest of the program or of a file, in bytes."""
 PART_BYTES = 128 * 1024

@@ -41,14 +41,14 @@ BLOCK = struct.Struct("<I")
 MAX_REQUEST_BYTES = 16 << 20
 """Maximum bytes of the contents of a request. A request for one block may be larger."""
 MAX_REQUEST_BLOCKS = 64
-"""Maximum blocks of a request.
+"""Maximum number of blocks in a request.
 
 The server reads no reply while it sends the contents of a WRITE request. With this limit, the replies always fit the
 buffers of the connection, so the node never waits to send them.
 """
 PENDING, KNOWN, FAILED = range(3)
 MAX_TEXT_BYTES = 255
-"""Maximum size of a text in a message of a pool."""
+"""Maximum size of the text in a reply to WEIGHTS, in bytes."""
 WEIGHTS_REPLY = struct.Struct(f"<B{MAX_TEXT_BYTES}s")
 """Reply to WEIGHTS: the state, and the digest or an error text, filled with zeros at its end."""
 

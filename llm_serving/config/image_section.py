@@ -14,7 +14,7 @@ images in its decoder, one copy for Pillow, and Pillow's own image. PNG and JPEG
 
 
 CACHED_ROWS_OF_ANY_SIZE = 64
-"""If tiles may have any size, this number of image tokens counts as one tile for the setting ``cached_tiles``.
+"""If tiles may have an arbitrary size, this number of image tokens counts as one tile for the setting ``cached_tiles``.
 
 A tile of SmolVLM has this number of tokens.
 """

@@ -27,7 +27,9 @@ from llm_serving.model.shape import (
 _DTYPES = ("float16", "bfloat16", "float32")
 
 _SIZES_IN_FOLDER = ("DeepseekV2Config", "DeepseekV3Config")
-"""Model types for which a MindFormers YAML has other keys than ``config.json``. The model folder states their sizes."""
+"""Model types for which a MindFormers YAML has other keys than ``config.json``. The sizes of these models are read from
+the model folder.
+"""
 _LLAMA_SIZES = ("type", "hidden_size", "num_layers", "num_heads", "vocab_size")
 
 KEYS_READ = {
@@ -68,8 +70,9 @@ KEYS_READ = {
     "pretrained_model_dir": "model folder, if `model_config.model_path` is null",
 }
 """The keys that are read from a MindFormers YAML, with their meaning. The sizes of the model have the names of
-MindFormers' ``LlamaConfig``. But if ``model.model_config`` has ``num_hidden_layers`` or ``num_attention_heads``, it is
-read like a ``config.json`` of Hugging Face."""
+MindFormers' ``LlamaConfig``. But if ``model.model_config`` has ``num_hidden_layers`` or ``num_attention_heads``, this
+section is read like a ``config.json`` of Hugging Face.
+"""
 
 
 @dataclass(frozen=True, slots=True)

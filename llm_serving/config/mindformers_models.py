@@ -47,8 +47,9 @@ def rotary_positions(config: Config) -> int:
     """Returns the number of positions in the model's rotary tables, at least the maximum length of a sequence.
 
     MindFormers' models need more positions if the type of the rotary scaling is ``llama3`` or ``yarn``. With
-    ``llama3``, its Llama needs one position more than the trained context has. With ``yarn``, its Llama needs the
-    positions of the trained context, and its Qwen models need ``original_max_position_embeddings`` x ``factor``.
+    ``llama3``, MindFormers' Llama needs one position more than the trained context has. With ``yarn``, MindFormers'
+    Llama needs the positions of the trained context, and MindFormers' Qwen models need
+    ``original_max_position_embeddings`` x ``factor``.
     """
     scaling, longest = config.shape.rope_scaling, config.max_model_len
     if config.model_config.model_type != MODEL_TYPE or scaling is None or scaling.type not in ("llama3", "yarn"):

@@ -187,7 +187,7 @@ class ParallelConfig:
 
     @property
     def ranks_of_machines(self) -> list[range]:
-        """The ranks of the agents on each machine of the first replica."""
+        """For each machine with agents of the first replica: the ranks of these agents."""
         count = self.agents_per_machine
         return [range(number * count, (number + 1) * count) for number in range(self.nodes_per_replica)]
 
@@ -195,7 +195,7 @@ class ParallelConfig:
     def as_summed(self) -> ParallelConfig:
         """These settings with ``sum_parts`` tensor-parallel agents instead of one agent that adds ``sum_parts`` parts.
 
-        Both give the same results.
+        Both settings give the same results.
         """
         return replace(self, tensor_parallel=self.sum_parts, sum_parts=1)
 

@@ -63,7 +63,9 @@ class AgentGroup:
         self._forecast = StepForecast()
         self._other_work = OtherWork(len(ranks))
         self._runs_operator_code = bool(config.model_config.logits_processors)
-        """True if steps call logits processors. They are Python code of the operator, which may run for any time."""
+        """True if steps call logits processors. Logits processors are Python code of the operator, and may run for any
+        time.
+        """
         self._min_sleep_s = min_sleep_s
         self._first_rank = ranks.start
         self._may_sleep = config.device != "CPU"
@@ -252,5 +254,5 @@ def _started_cluster(place: ClusterPlace, part: GroupPart | None, log_path: Path
     if part is not None:
         if part.reserved is None:
             return None
-        part.reserved.close()  # the scheduler binds the port
+        part.reserved.close()  # the cluster's scheduler process binds this port
     return HcclCluster(place, log_path)

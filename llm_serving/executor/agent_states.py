@@ -15,7 +15,9 @@ FIRST_BACKOFF_S = 0.25
 LONGEST_BACKOFF_S = 60.0
 """Maximum seconds before lost agents are restarted."""
 STABLE_AFTER_S = 60.0
-"""If agents were ready for this number of seconds before their loss, the count of consecutive restarts begins at 0."""
+"""If agents were ready for this number of seconds before their loss, the count of consecutive restarts begins at 0
+again.
+"""
 
 
 def backoff_after(restarts: int) -> float:

@@ -96,8 +96,8 @@ class Tag(enum.IntEnum):
     """A call of ``store_blocks``. Field: for each offered block, the host block to which it is copied, or -1 for none.
     """
     LOAD = 15
-    """A call of ``load_blocks``. Fields: number of the request?, index of the first loaded block in its block table,
-    host blocks.
+    """A call of ``load_blocks``. Fields: number of the request?, index of the first loaded block in the request's block
+    table, host blocks.
     """
     GRANT = 16
     """A call of ``grant_hand_over``. Fields: number of the request?, blocks of the hand-over pool."""

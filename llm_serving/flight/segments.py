@@ -22,9 +22,10 @@ frame. When the scheduler is idle, a segment ends early, as soon as it is more t
 segment then begins with a small state.
 """
 _SEGMENT_STATES = 4
-"""Minimum size of a segment, as a multiple of the scheduler's state at its beginning."""
+"""Minimum size of a segment, as a multiple of the size of the scheduler's state at the beginning of the segment."""
 _RING_STATES = 8
-"""Minimum size of the ring, as a multiple of the scheduler's state. In a smaller ring, segments begin without a state.
+"""Minimum size of the ring, as a multiple of the size of the scheduler's state. In a smaller ring, segments begin
+without a state.
 """
 
 

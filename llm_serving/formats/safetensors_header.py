@@ -10,7 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 _LENGTH_BYTES = 8
-"""Size of the number at the start of a safetensors file."""
+"""Size in bytes of the number at the start of a safetensors file, which is the length of the header."""
 _MAX_HEADER_BYTES = 100 * 1024 * 1024
 """Maximum size of the header of a safetensors file."""
 

@@ -71,7 +71,7 @@ TENSOR_TYPES = {
     30: TensorType("BF16", 1, 2),
     39: TensorType("MXFP4", 32, 17),
 }
-"""The supported types of tensors, by their number in the file."""
+"""The supported types of tensors, by the number that stands for the type in a file."""
 
 
 @dataclass(frozen=True, slots=True)

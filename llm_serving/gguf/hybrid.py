@@ -22,7 +22,7 @@ In the checkpoint, the value heads that use the same key head are neighbours. In
 heads use different key heads.
 """
 _DEFAULT_INTERVAL = 4
-"""If the file states nothing, one of this number of layers has full attention."""
+"""If the file states no interval, one in every ``_DEFAULT_INTERVAL`` layers has full attention."""
 
 
 def delta_sizes(header: Header) -> GatedDelta:

@@ -44,7 +44,9 @@ _SIZES = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
 }
-"""Maps keys of ``config.json`` to keys of a GGUF file. The prefix with the architecture is left out."""
+"""Maps keys of ``config.json`` to keys of a GGUF file. In the keys of the GGUF file, the prefix with the architecture
+is left out.
+"""
 _YARN = {
     "original_max_position_embeddings": "original_context_length",
     "attention_factor": "attn_factor",

@@ -33,7 +33,7 @@ The receiver reports its progress after each call. So the sender's timeout appli
 MAX_PIECE_BLOCKS = 1024
 """Maximum number of blocks that are read at a time."""
 MAX_PLACE_BYTES = 8192
-"""Maximum size of the description of where a process's pools are."""
+"""Maximum size in bytes of the value that ``BlockReader.place`` returns."""
 MAX_ERROR_BYTES = 1024
 """Maximum size of the error that a reader reports."""
 _LENGTH = struct.Struct("<I")

@@ -23,7 +23,7 @@ from llm_serving.ipc.segment import NamedSegment, map_segment, new_segment
 Array = npt.NDArray[Any]
 
 _LENGTH_BYTES = 8
-"""Size of the number in front of the description of an adapter."""
+"""Size in bytes of the number N at the beginning of the segment."""
 _Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
 _Offset = Annotated[int, msgspec.Meta(ge=0)]
 

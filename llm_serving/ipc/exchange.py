@@ -41,24 +41,25 @@ EXCHANGE_MAGIC = 0x0E8C4A6E
 EXCHANGE_VERSION = 3
 """Version of the layout of the exchange."""
 COLLECTIVE_BYTES = 512 * 1024
-"""Bytes of one collective buffer, and of a piece of the exchange. Larger sums and gathers are computed in pieces of
-this size, which fit the CPU's cache."""
+"""Bytes of one collective buffer. Larger sums and gathers are computed in pieces of this size, which fit the CPU's
+cache.
+"""
 COLLECTIVE_BUFFERS = 2
-"""Number of buffers of each agent. Agents use them in turn when they add arrays."""
+"""Number of collective buffers of each agent. An agent uses its buffers in turn."""
 TOKEN_PLACES = 2
 """Number of steps whose tokens the exchange keeps. While an agent reads the tokens of a step, the next step may be
 sampled.
 """
 SAMPLED, DRAWN = range(2)
-"""Indices of the two arrays in a place of tokens."""
+"""Indices of the two arrays of tokens that the exchange keeps for each step, see ``ExchangeLayout.tokens``."""
 RING_STEPS = 2
 """Maximum number of steps by which a pipeline stage may be ahead of the next stage."""
 LINE_BYTES = 64
 """Size of a cache line. Each counter has its own line."""
 _PAGE_BYTES = 4096
-"""Size of a page of memory. Parts of the exchange begin at multiples of it."""
+"""Size of a page of memory. The collective buffers and the activation rings begin at multiples of this size."""
 _ELEMENT_BYTES = 4
-"""Bytes of the largest element type of activations."""
+"""Bytes of an element of the activations in their largest type."""
 
 MAGIC_WORD, VERSION_WORD, GROUP_SIZE_WORD, DOWN_WORD = range(4)
 """Indices of the header's uint32 words."""

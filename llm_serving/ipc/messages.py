@@ -37,7 +37,7 @@ from llm_serving.errors import ProtocolError
 PROTOCOL_VERSION = 13
 """Version of the messages. Server and agent must have the same version."""
 NONCE_BYTES = 16
-"""Size of the random number of the handshake."""
+"""Size in bytes of each random number (nonce) in the handshake."""
 MASK_TIMEOUT_S = 30.0
 """Maximum wait of an agent for the masks of a step. The server normally writes them while the step computes its logits.
 """

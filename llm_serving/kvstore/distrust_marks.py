@@ -33,7 +33,7 @@ class DistrustMarks:
         self.are_known = False
         """True if the last call of ``look`` could read the marks. Otherwise no block may be used."""
         self._sources: set[int] = set()
-        """The writers of the blocks that this machine has read since its last doubt."""
+        """The writers of the blocks that this machine has read since ``look`` last returned True."""
         self.own = _new_writer()
         """The writer number of this server."""
         self._unmade: set[int] = set()
@@ -66,7 +66,8 @@ class DistrustMarks:
     def accepts(self, writer: int) -> bool:
         """Returns False if this writer is marked, so that its blocks must not be used.
 
-        Otherwise remembers that this machine has read a block of the writer. A later mark then causes a doubt.
+        Otherwise remembers that this machine has read a block of the writer. If the writer is marked later, ``look``
+        then returns True.
         """
         if writer in self._marked:
             return False

@@ -148,8 +148,7 @@ class StepComposer(Stateful):
             sequences = self.grow(ready, now)
             if sequences or state.in_flight.num_steps or state.running.num_leaving:
                 return sequences
-            # All chosen sequences were preempted. Without a step in flight, no event would follow, so other sequences
-            # are chosen now.
+            # All chosen sequences were preempted. No step is in flight, so no event follows: choose others now.
 
     def _ready(self) -> tuple[list[Sequence], int]:
         """Returns the sequences that can decode, and the number of sequences that will be able to decode after their

@@ -170,9 +170,7 @@ class Intake(Stateful):
         return None
 
     def num_startable(self, num_free_rows: int) -> int:
-        """Returns how many waiting requests can start: ``num_free_rows``, or the limit that ``limit_starts`` has set if
-        that is lower.
-        """
+        """Returns how many waiting requests can start: ``num_free_rows``, or the limit of ``limit_starts`` if lower."""
         return num_free_rows if self._max_starts is None else min(num_free_rows, self._max_starts)
 
     def limit_starts(self, num_starts: int) -> None:

@@ -258,9 +258,7 @@ class FairQueue(Stateful):
         return sequence.request.tenant if self._fairness else ""
 
     def _update_counters(self, tenant: str) -> None:
-        """Records in the virtual token counters whether a tenant has waiting sequences, and the key of the first of
-        these sequences.
-        """
+        """Updates the virtual token counters: whether a tenant has waiting sequences, and the key of the first one."""
         sequences = self._tenants[tenant]
         if sequences:
             self._counters.wait(tenant, sequences.key(sequences.first()))

@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import re
 
-# Copies of names in ``config``. The engine's process does not import ``config``, which would double its start time.
+# Copies of constants of ``config``. The engine's process does not import ``config``, which would double its start time.
 TCP, RDMA, ASCEND = "tcp", "rdma", "ascend"
 PACKAGES = {
     TCP: "mooncake-transfer-engine-non-cuda",
