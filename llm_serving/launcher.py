@@ -126,7 +126,7 @@ class _Launcher:
         engine.start()
         app = create_app(engine, log, metrics, config, self._access, tracing, batches)
         models = open_models(app.state, self._models, config.models_config, agents)
-        del engine, executors, tokenizer  # so that only the registry holds them, and a reload can free them
+        del engine, executors, tokenizer  # now only the registry holds these objects, so a reload can free them
         stop_http = asyncio.Event()
         http = self._start_http(app, sockets, stop_http)
         try:

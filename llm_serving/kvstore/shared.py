@@ -31,21 +31,23 @@ from llm_serving.kvstore.records import HASH_BYTES, decode_content, decode_heade
 
 SUFFIX = ".kv"
 SCAN_S = 5.0
-"""Seconds after which a lookup starts another scan of the folder for files of other machines."""
+"""Seconds from one scan of the folder to the next. A lookup after this time starts the next scan, to find files of
+other machines.
+"""
 TRIM_S = 30.0
 """Minimum time between two measurements of the folder's size."""
 TEMPORARY_S = 3600.0
 """Age in seconds at which a temporary file is removed. The machine that wrote it must have died."""
 LOOK_S = 2.0
-"""Seconds between two looks at the marks of other machines. They are also read before each read of blocks."""
+"""Seconds between two looks at the marks of other machines. The marks are also read before each read of blocks."""
 QUIET_S = 5 * LOOK_S
-"""Seconds after a distrust in which a machine neither reads nor writes blocks.
+"""Seconds after a call of ``distrust`` in which a machine neither reads nor writes blocks.
 
 Meanwhile, the machines that have read its blocks also mark their blocks as distrusted, and so on. Without this pause,
 two machines could exchange doubtful blocks without end.
 """
 _TOUCH_S = 600.0
-"""A block that is read gets a new time stamp if the last one is older than this number of seconds."""
+"""The file of a block that is read gets a new time stamp if its time stamp is older than this number of seconds."""
 _KEPT_PART = 0.9
 """Fraction of the folder's maximum size that remains after old files are deleted."""
 _numbers = itertools.count()
@@ -193,7 +195,7 @@ class SharedFolder:
         """Yields the blocks that have a file in ``folder``. Removes temporary files of machines that died."""
         with os.scandir(folder) as entries:
             for entry in entries:
-                with contextlib.suppress(OSError, ValueError):  # removed meanwhile, or a foreign name
+                with contextlib.suppress(OSError, ValueError):  # the file was removed meanwhile, or its name is foreign
                     if entry.name.endswith(".tmp"):
                         if self._clock() - entry.stat().st_mtime > TEMPORARY_S:
                             os.unlink(entry.path)
@@ -259,7 +261,7 @@ class SharedTier(FileTier):
 
     def find(self, key: BlockKey) -> Place | None:
         """Returns the place of a block, or None. If the last scan is older than ``SCAN_S`` seconds, asks the mover for
-        another one. After a distrust, returns None for ``QUIET_S`` seconds.
+        another one. After a call of ``distrust``, returns None for ``QUIET_S`` seconds.
         """
         if self._records is not None and self._clock() - self._scanned_at >= SCAN_S:
             self._scanned_at = self._clock()
@@ -268,7 +270,7 @@ class SharedTier(FileTier):
 
     @property
     def may_write(self) -> bool:
-        """True if the tier accepts blocks now, see ``FileTier``. False for ``QUIET_S`` seconds after a distrust."""
+        """True if the tier accepts blocks now, see ``FileTier``. False for ``QUIET_S`` seconds after ``distrust``."""
         return super().may_write and self._clock() >= self._quiet_until
 
     def distrust(self) -> None:

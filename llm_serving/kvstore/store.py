@@ -101,7 +101,9 @@ class _Waiting:
 
     wanted: WantedBlocks
     hosts: list[int]
-    """One host block for each found block, in order. Some have their content, and the disk tier fills the others."""
+    """One host block for each found block, in order. Some of these host blocks already have the content. The disk tier
+    fills the others.
+    """
     transfer: Transfer
     due: float
 
@@ -468,7 +470,7 @@ class BlockStore:
         for host, ok in oks.items():
             if ok:
                 self._hosts.filled(host)
-        oks |= {host: False for host in one.hosts if keys[host] is DOUBTFUL}  # also those that needed no read
+        oks |= {host: False for host in one.hosts if keys[host] is DOUBTFUL}  # also host blocks that needed no read
         end = next((place for place, host in enumerate(one.hosts) if not oks.get(host, True)), len(one.hosts))
         useful = one.hosts[:end] if one.due != _NEVER else []
         for host in one.hosts[len(useful) :]:

@@ -76,7 +76,7 @@ class TierChain:
         return max(known, default=0.0) if len(known) == len(times) else None
 
     def write(self, key: BlockKey, pool: HostPool, host: int, done: Callable[[], None]) -> None:
-        """Writes a block to both tiers. Calls ``done`` when both have ended."""
+        """Writes a block to both tiers. Calls ``done`` when both writes have ended."""
         ended = _Countdown(2, done)
         for tier in self._tiers:
             if tier.may_write and tier.find(key) is None:
@@ -85,7 +85,7 @@ class TierChain:
                 ended()
 
     def read(self, transfer: Transfer, pool: HostPool, done: Callable[[], None]) -> None:
-        """Reads blocks from both tiers at the same time. Calls ``done`` when both have ended."""
+        """Reads blocks from both tiers at the same time. Calls ``done`` when both reads have ended."""
         owners = [self._of(place) for place in transfer.places]
         parts = [(tier, _part(transfer, [owner is tier for owner in owners])) for tier in self._tiers]
         ended = _Countdown(2, lambda: _join(transfer, [part for _, part in parts], done))

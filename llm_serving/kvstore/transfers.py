@@ -31,7 +31,7 @@ UseStores = Callable[[Callable[[Stores], None]], None]
 
 @dataclass(frozen=True, slots=True)
 class ReadBlocks:
-    """The result of a read."""
+    """The result of ``BlockTransfers.read``."""
 
     contents: list[bytes]
     """The contents of the blocks in order, up to the first block that no tier has."""
@@ -191,7 +191,7 @@ def _with_size(contents: Sequence[bytes], pool: HostPool) -> list[bytes]:
 
 
 class _Answer(Generic[T]):
-    """The result of a copy. Another thread sets it, and a task of the event loop waits for it."""
+    """The result of a read or a write. Another thread sets the result, and a task of the event loop waits for it."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

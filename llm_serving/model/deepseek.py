@@ -55,7 +55,7 @@ class LatentAttention:
 
     @property
     def cache_dim(self) -> int:
-        """Number of elements of a token in the cache of a layer."""
+        """Number of elements that the cache of a layer has for each token."""
         return self.rank + self.rope_dim
 
 
@@ -78,7 +78,7 @@ class Routing:
     """If True, experts and groups are chosen by score + ``e_score_correction_bias``. Their weights are the scores
     alone."""
     factor: float = 1.0
-    """Factor of the experts' weights (``routed_scaling_factor``)."""
+    """Factor by which the experts' weights are multiplied (``routed_scaling_factor``)."""
 
 
 def read_latent_attention(fields: TypedFields, num_heads: int, *, has_interleave_key: bool) -> LatentAttention:

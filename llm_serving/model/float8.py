@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from llm_serving.formats.typed_fields import TypedFields
 
 FLOAT8 = "fp8"
-"""Value of ``quant_method`` in ``quantization_config`` of these folders."""
+"""Value of ``quant_method`` in ``quantization_config`` of folders with 8-bit floats."""
 MAX_BLOCK = 65_536
-"""Maximum edge of a block of weights with one scale."""
+"""Maximum height and width of a block of weights that share a scale."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ MAX_DELTA_DIM = 512
 MAX_TAPS = 16
 """Maximum number of tokens that the convolution of linear attention reads."""
 _LANES = 16
-"""The kernels compute this number of elements of a head together."""
+"""Number of elements of a head that the kernels compute together."""
 _FULL, _LINEAR = "full_attention", "linear_attention"
 _DEFAULTS: dict[str, Any] = {"partial_rotary_factor": 0.25, "max_position_embeddings": 32_768, "norm_topk_prob": True}
 
@@ -43,17 +43,17 @@ class GatedDelta:
 
     @property
     def keys(self) -> int:
-        """Number of elements of all key heads. The query heads have the same number of elements."""
+        """Total number of elements of all key heads. The query heads together have the same number of elements."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
-        """Number of elements of all value heads."""
+        """Total number of elements of all value heads."""
         return self.value_heads * self.value_dim
 
     @property
     def channels(self) -> int:
-        """Number of channels of the convolution: queries, keys and values."""
+        """Number of channels of the convolution: the elements of all query, key and value heads."""
         return 2 * self.keys + self.values
 
     @property

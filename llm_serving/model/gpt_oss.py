@@ -7,7 +7,7 @@ from typing import Any
 from llm_serving.formats.typed_fields import TypedFields
 
 ACTIVATION = "clamped_silu"
-"""Activation of the experts: SwiGLU with a steeper sigmoid and clamped factors. 1 is added to the second factor."""
+"""Activation of the experts: SwiGLU with a steeper sigmoid. Gate and up are clamped, and 1 is added to up."""
 SWIGLU_SLOPE, SWIGLU_LIMIT = 1.702, 7.0
 """The factor by which the gate is multiplied in the sigmoid, and the value at which gate and up are clamped."""
 _ROPE = {

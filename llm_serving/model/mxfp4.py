@@ -11,7 +11,7 @@ from __future__ import annotations
 from llm_serving.formats.typed_fields import TypedFields
 
 MXFP4 = "mxfp4"
-"""Value of ``quant_method`` in ``quantization_config`` of these folders."""
+"""Value of ``quant_method`` in ``quantization_config`` of folders whose experts are MXFP4."""
 MXFP4_GROUP = 32
 """Number of consecutive inputs that share a scale."""
 _EXPERTS = "experts"

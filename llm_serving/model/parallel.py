@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from llm_serving.model.shape import ModelShape
 
 PREFERRED_GRANULE = 32
-"""Ranks get multiples of this number of columns if possible: 64 bytes of a 16-bit type, and whole tiles for kernels."""
+"""If possible, ranks get multiples of this number of columns. Kernels then compute whole tiles. 32 columns of a 16-bit
+type have 64 bytes.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ class Pooling:
     """States how an agent turns the hidden states of a text into an embedding, a score or logits of classes."""
 
     method: str = LAST
-    """``last``, ``mean`` or ``weighted_mean``: which hidden states are pooled."""
+    """``last``, ``mean`` or ``weighted_mean``: how hidden states are pooled."""
     width: int = 0
     """Number of values of the result."""
     normalises: bool = True
@@ -139,8 +139,8 @@ def read_pooling(folder: Path | None, hidden_size: int, dimensions: tuple[int, .
 def read_score(folder: Path | None, hidden_size: int, tokenizer_file: Path, tokens: tuple[int, ...] | None) -> Pooling:
     """Returns the pooling of a model that answers yes or no, such as Qwen3-Reranker.
 
-    ``tokens`` are the ids of the tokens for no and for yes. If it is None, the tokenizer's tokens ``no`` and ``yes``
-    are used. Raises CheckpointError if the tokenizer does not have these tokens.
+    ``tokens`` are the ids of the tokens for no and for yes. If ``tokens`` is None, the tokenizer's tokens ``no`` and
+    ``yes`` are used. Raises CheckpointError if the tokenizer does not have these tokens.
     """
     if tokens is None and folder is not None and has_modules(folder):
         pooling = _of_modules(folder, hidden_size)

@@ -49,7 +49,7 @@ _SCHEMES = {
     )
 }
 _MODEL_SLIM, _GOLDEN_STICK = "quant_model_description.json", "quantization_description.json"
-"""The description's name in folders of msModelSlim, and in folders of golden-stick."""
+"""File name of the description in folders of msModelSlim, and in folders of golden-stick."""
 _MOST_NAMED = 3
 """Maximum number of tensors that an error message names."""
 

@@ -32,7 +32,9 @@ GGUF_GROUP = 32
 GGUF_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Maps the names of GGUF's float types to the names of weight formats."""
 _OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Files in which older versions of AutoGPTQ and AutoAWQ wrote the scheme, and the method of each file."""
+"""Names of the files in which older versions of AutoGPTQ and AutoAWQ wrote the scheme, each with the quantization
+method.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ class RopeScaling:
     beta_fast: float = 32.0
     """``yarn``: frequencies with at least this number of rotations in the trained context stay unchanged."""
     beta_slow: float = 1.0
-    """``yarn``: frequencies with at most this number of rotations are divided by ``factor``."""
+    """``yarn``: frequencies with at most this number of rotations in the trained context are divided by ``factor``."""
     truncate: bool = True
     """``yarn``: if True, the range of head dimensions between ``beta_fast`` and ``beta_slow`` is widened to whole
     numbers."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 _PATTERNS = ("*.safetensors", "*.gguf", "*.json")
 _SAMPLE_BYTES = 1 << 20
-"""Bytes at the start and at the end of a file that its digest covers."""
+"""Number of bytes that a digest covers at the start of a file, and also at the end of the file."""
 
 
 def describe_files(place: Path) -> list[object]:

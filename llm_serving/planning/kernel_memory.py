@@ -69,7 +69,9 @@ TASK_ROWS = 192
 PARTITION_TOKENS = 256
 """Tokens that paged attention reads at a time (``kPartition`` of agent/kernels/ops/paged_units.h)."""
 MOST_LAID_OUT_BYTES = 64 << 20
-"""Maximum bytes of keys in another layout (``kMostLaidOutBytes`` of agent/kernels/ops/paged_layout.h)."""
+"""Maximum bytes of a prompt's keys and values in the layout that the kernel reads (``kMostLaidOutBytes`` of
+agent/kernels/ops/paged_layout.h).
+"""
 SAMPLER_BYTES = 60
 """Bytes that the sampler needs for each token of the vocabulary and each thread."""
 DELTA_PIECE = 16
@@ -79,9 +81,9 @@ PAGE_BYTES = 4096
 SLOTS = 16
 """Number of separately allocated parts of a thread's scratch memory. Each part is rounded up to whole pages."""
 RECORDED_LAYER_BYTES = 16 << 10
-"""Bytes of the recorded launches of a layer with native operators."""
+"""Bytes that the recorded launches of one layer need with native operators."""
 RECORDED_FUSED_LAYER_BYTES = 4 << 10
-"""Bytes of the recorded launches of a layer with fused operators."""
+"""Bytes that the recorded launches of one layer need with fused operators."""
 RECORDED_CACHE_BYTES = 32 << 10
 """Bytes per layer of the recorded launches that quantise and dequantise keys and values."""
 RECORDED_GRAPHS = 3
@@ -136,7 +138,7 @@ def _fused_replay_bytes(config: Config, shape: ModelShape) -> int:
 def _native_replay_bytes(config: Config, shape: ModelShape, tokens: int) -> int:
     copied = copied_cache_bytes(config, shape)  # a replay copies no cache, unlike MindSpore's graph
     step = (activation_bytes(config, shape) - copied) * tokens // config.max_num_batched_tokens
-    mask = 0 if shape.sinks else tokens * config.max_model_len * MASK_BYTES  # for sinks, part of the activations
+    mask = 0 if shape.sinks else tokens * config.max_model_len * MASK_BYTES  # with sinks, the activations include it
     logits = config.max_num_seqs * shape.vocab_size * config.dtype_bytes
     layer = RECORDED_LAYER_BYTES * (1 if shape.experts is None else 2)
     gathered = gathered_bytes(config, shape) if config.gathers_blocks else 0

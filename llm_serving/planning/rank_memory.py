@@ -240,7 +240,7 @@ def hand_over_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
     parallel, draft = config.parallel_config, config.draft
     token_bytes = rank_kv_bytes_per_token(config, rank)
     if draft is not None and draft.head is None:
-        token_bytes -= config.kv_bytes_of(draft.shape)  # a draft model computes handed prompts again
+        token_bytes -= config.kv_bytes_of(draft.shape)  # the pool has no blocks of a draft model
     block_bytes = token_bytes * config.pa_config.block_size
     num_replicas = max(1, parallel.agents_per_machine // parallel.group_size)
     num_bytes = block_bytes * config.num_hand_over_blocks // num_replicas

@@ -32,7 +32,7 @@ FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 30.0
 """Maximum seconds before a lost node is placed again."""
 STABLE_AFTER_S = 60.0
-"""If a node ran for this number of seconds, the pause after its loss is the first one again."""
+"""If a node ran for this number of seconds, the pause after its loss is ``FIRST_PAUSE_S`` again."""
 STOP_TIMEOUT_S = 15.0
 """Maximum seconds to wait for the end of the nodes."""
 STRATEGY = "STRICT_PACK"

@@ -225,7 +225,7 @@ class Placer:
             others = [other for other in live if other is not replica]
             return self._choose(entry, self._candidates(entry, others, {})) is not None
         if replica.role is Role.PREFILL:
-            return False  # long prompts may wait there
+            return False  # long prompts may wait at a prefill replica
         # With roles, other replicas may have capacity, but not for this prompt. A recalled prompt would return here.
         _, choice = self._choose_role(entry, live, {}, may_probe=False)
         return choice is not None and choice[0] is not replica

@@ -20,7 +20,8 @@ from llm_serving.step_costs.rates import Rate
 
 @dataclass(slots=True)
 class HandOverFigures:
-    """Counts of hand-overs since the start. Each field is a number of hand-overs unless its text says otherwise."""
+    """Counts of hand-overs since the start. Each field is a number of hand-overs unless its description says otherwise.
+    """
 
     completed: int = 0
     blocks: int = 0

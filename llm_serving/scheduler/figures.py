@@ -162,8 +162,8 @@ class Capacity:
     def num_ahead(self, *, is_late: bool, has_run: bool) -> int:
         """Returns the number of waiting requests that start before one more request would start.
 
-        ``is_late``: the additional request will miss its objective in any case. ``has_run``: it was preempted or ran on
-        another replica.
+        ``is_late``: the additional request will miss its objective in any case. ``has_run``: the additional request was
+        preempted or ran on another replica.
         """
         if has_run:
             return self.num_preempted

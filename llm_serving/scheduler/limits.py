@@ -102,7 +102,8 @@ class SchedulerLimits:
     """True if a sequence copies a cached block of which only the first tokens match. False if it computes these tokens.
     """
     num_state_snapshots: int = 0
-    """Snapshots of the states of linear attention, which the prefix cache of these models needs. 0 for other models."""
+    """Number of snapshots of states, which the prefix cache of models with linear attention needs. 0 for other models.
+    """
     cache_namespace: bytes = b""
     """Identifies the model, the weights and the format of the cache. Keys and values depend on these and on tokens."""
     preemption: PreemptionKind = PreemptionKind.RECOMPUTE

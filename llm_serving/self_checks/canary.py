@@ -26,7 +26,7 @@ _STRIDE = 7919
 It is prime, so that the ids are spread over the vocabulary.
 """
 _LOWEST_PRIORITY = 2**31 - 1
-"""Priority of the canary: all requests come first."""
+"""Priority of the canary: all other requests come first."""
 MAX_RUN_S = 300.0
 """Maximum seconds of a run. A run that takes longer is aborted and counted as skipped, because the server is too busy.
 """
