@@ -192,7 +192,7 @@ class _Launcher:
         return log
 
     def _rotation(self) -> Rotation:
-        """Returns the configured size and number of log files."""
+        """Returns the configured maximum size and maximum number of log files."""
         from llm_serving.telemetry.log_file import Rotation
 
         return Rotation.of_mib(self._config.log_config.max_mib, self._config.log_config.keep_files)

@@ -67,7 +67,7 @@ class LightKeys(Stateful):
         self._num_rows = max(1, limits.max_num_seqs // RESERVED_ROWS_SHARE) if limits.max_num_seqs > 1 else 0
         self._last_seen: float | None = None
         self._counts: Counter[str] = Counter()
-        """Waiting and running requests of each tenant."""
+        """Number of waiting and running requests of each tenant."""
         self._limit = 0
         """Maximum number of requests of a light key. 0 if no key is light."""
 

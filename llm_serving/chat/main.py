@@ -103,7 +103,7 @@ def _server_options(arguments: argparse.Namespace) -> list[str]:
 
 
 def _address(arguments: argparse.Namespace) -> str:
-    """Returns the URL of the server that runs."""
+    """Returns the URL at which the chat expects a running server."""
     host = arguments.host or DEFAULT_HOST
     port = DEFAULT_SERVER_PORT if arguments.port is None else arguments.port
     return arguments.url or f"http://{f'[{host}]' if ':' in host else host}:{port}"

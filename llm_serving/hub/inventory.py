@@ -111,6 +111,6 @@ def _main_type(header: Header) -> str:
 
 
 def as_json(found: FoundModel, verdict: str) -> str:
-    """Returns one model as a line of JSON."""
+    """Returns one model as a line of JSON. ``verdict`` states whether this machine can serve it."""
     values = {"model": found.name, "path": str(found.path), "bytes": found.size, "format": found.format}
     return json.dumps({**values, "architecture": found.architecture, "served": verdict})

@@ -50,7 +50,7 @@ class AllBlocksCleared(Event):
 
 
 def published_hash(block_hash: bytes) -> int:
-    """Returns the integer that stands for the hash of a block."""
+    """Returns the integer that is published as the hash of a block."""
     return int.from_bytes(block_hash[-HASH_BYTES:], "big")
 
 

@@ -29,7 +29,7 @@ class ModelStatus:
     memory_bytes: int
     """Planned memory of the versions in memory, in all pools."""
     requests: int
-    """HTTP requests that use the model now."""
+    """Number of HTTP requests that use the model now."""
     starts: int
     reloads: int
     error: str

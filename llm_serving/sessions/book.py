@@ -64,7 +64,7 @@ class SessionBook:
     def __init__(self, max_per_tenant: int, clock: Callable[[], float], max_bytes: int = MAX_BOOK_BYTES) -> None:
         self.clock = clock
         self.num_transfers = 0
-        """Exports and imports that run now."""
+        """Number of exports and imports that run now."""
         self._max_per_tenant = max_per_tenant
         self._max_bytes = max_bytes
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
@@ -76,7 +76,7 @@ class SessionBook:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all tokens."""
+        """Size of the tokens of all sessions together, in bytes."""
         return self._num_bytes
 
     def find(self, tenant: str, session_id: str) -> Session | None:

@@ -52,7 +52,7 @@ class Manifest:
     adapter: bytes
     """Digest of the LoRA adapter. Empty without an adapter."""
     block_size: int
-    """Tokens of a block."""
+    """Number of tokens in a block."""
     num_tokens: int
 
     def encode(self) -> bytes:

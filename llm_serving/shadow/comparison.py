@@ -37,7 +37,7 @@ class Comparison:
     answers: int = 0
     tokens: int = 0
     agreeing: int = 0
-    """Tokens at which both models have the same most likely token."""
+    """Number of tokens at which both models have the same most likely token."""
     main_loss: float = 0.0
     """Sum of the negative log-probabilities of all tokens, in nats."""
     candidate_loss: float = 0.0
@@ -80,7 +80,7 @@ class Comparison:
         return ordered[len(ordered) // 2] if ordered else None
 
     def as_json(self) -> dict[str, Any]:
-        """Returns all figures."""
+        """Returns all figures of the comparison."""
         tokens = max(1, self.tokens)
         return {
             "answers": self.answers,

@@ -21,7 +21,7 @@ _BAR_CHARS = 28
 _REDRAW_S = 0.05
 """Minimum seconds between two drawings of the progress bar."""
 SILENCE_S = 4.0
-"""Seconds after which the present stage is shown again."""
+"""Seconds without output after which the present stage is shown again."""
 _BEAT_S = 0.5
 """Seconds between two updates of the elapsed time."""
 

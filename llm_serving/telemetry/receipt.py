@@ -116,7 +116,7 @@ class Receipt:
         self.chunks = 0
         """Number of prefill steps of the request."""
         self.cached_tokens = 0
-        """Prompt tokens found in the prefix cache at the first start."""
+        """Number of prompt tokens found in the prefix cache at the first start."""
         self.num_blocked: dict[BlockReason, int] = {}
         """Number of failed attempts to start the request while it was first in its queue, by reason."""
         self.blocked_us: dict[BlockReason, int] = {}

@@ -72,7 +72,7 @@ VLLM_NAMES = (
     VllmName("vllm:prefix_cache_queries_total", "llm_serving_prefix_cache_query_tokens_total"),
     VllmName("vllm:prefix_cache_hits_total", "llm_serving_prefix_cache_hit_tokens_total"),
 )
-"""All names except ``LORA_INFO``."""
+"""All metrics that are copied to names of vLLM, except ``LORA_INFO``."""
 
 LORA_INFO = VllmName(
     "vllm:lora_requests_info",

@@ -268,8 +268,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._count_framing(len(data))
 
     def on_message_begin(self) -> None:
-        # If the same received bytes contain a request that was refused before its body, the client has sent this
-        # request without waiting for the response.
+        # If a request in the same received bytes was refused, the client has not waited for that response before this
+        # request.
         if self._has_refused or (self.cycle is not None and not self.cycle.response_complete):
             raise PipelinedError
         super().on_message_begin()
