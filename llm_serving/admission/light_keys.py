@@ -45,11 +45,9 @@ MEMORY_S = 30.0
 """Seconds for which batch rows and blocks stay free for light keys after the last request of a light key."""
 
 RESERVED_ROWS_SHARE = 16
-"""One of this number of batch rows is reserved for light keys."""
+"""``1 / RESERVED_ROWS_SHARE`` of the batch rows stay free for light keys."""
 RESERVED_BLOCKS_SHARE = 32
-"""``1 / RESERVED_ROWS_SHARE`` of the batch rows and ``1 / RESERVED_BLOCKS_SHARE`` of the blocks stay free for light
-keys.
-"""
+"""``1 / RESERVED_BLOCKS_SHARE`` of the blocks stay free for light keys."""
 
 MAX_LIGHT_STREAK = 2
 """Maximum number of consecutive steps that have prompts of light keys only."""

@@ -14,7 +14,7 @@ from llm_serving.errors import LLMServingError
 _MAX_LINE = 16 * 1024 * 1024
 """Maximum bytes of a line of a streamed answer."""
 _MAX_ERROR_BODY = 1024 * 1024
-"""Maximum bytes that are read of the body of an error."""
+"""Maximum bytes that are read from the body of an error response."""
 _DONE = b"[DONE]"
 
 

@@ -28,7 +28,7 @@ Array = npt.NDArray[Any]
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _HEADER_ROOM = 16 * 1024 * 1024
-"""Maximum bytes of the header of an adapter's file, in addition to the largest matrices."""
+"""Bytes by which an adapter's file may exceed the size of the largest matrices, because the file also has a header."""
 _NAME = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<matrix>[AB])\.weight")
 _STORED: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 _OTHER_TENSORS = {

@@ -22,8 +22,8 @@ class AdapterFigures(Protocol):
 
 
 class AdapterCollector(Collector):
-    """Collects the number of adapter slots, and of the open requests of each loaded adapter. Without adapter slots,
-    there are no metrics.
+    """Collects the number of adapter slots, and the number of open requests of each loaded adapter. Without adapter
+    slots, there are no metrics.
     """
 
     def __init__(self, adapters: Callable[[], AdapterFigures]) -> None:

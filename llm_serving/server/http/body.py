@@ -42,7 +42,7 @@ ModelT = TypeVar("ModelT", bound=RequestModel)
 DRAIN_TIMEOUT_S = 1.0
 """Maximum seconds to read the rest of a refused body, so that the client can read the response."""
 DRAIN_BYTES = 32 * 1024 * 1024
-"""Maximum bytes that are read of the rest of a refused body."""
+"""Maximum bytes that are read from the rest of a refused body."""
 PARSED_BYTES = 20
 """Maximum memory that orjson takes for each byte of a body: a buffer of 12 bytes, strings, and the text of an error."""
 
