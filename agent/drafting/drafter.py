@@ -133,8 +133,8 @@ class Drafter:
         """Stores the tokens of a step that was sampled. If the step wants drafts, writes them into the slot.
 
         ``tapped`` are the residual streams of the step after ``Config.tapped_layers`` (``StepGraph.tapped``). Returns
-        the microseconds that this took. If the draft model fails, logs the error and makes no more drafts. The model's
-        own results stay valid.
+        the microseconds that this method took. If the draft model fails, logs the error and makes no more drafts. The
+        model's own results stay valid.
         """
         del tapped
         start = time.perf_counter_ns()

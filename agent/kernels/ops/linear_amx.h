@@ -157,7 +157,7 @@ struct TiledForm {
   }
 
  private:
-  static constexpr int64_t kChunkUnits = 12;  // 24 KB of weights; a unit is one tile of each of its two vectors
+  static constexpr int64_t kChunkUnits = 12;  // 24 KB; a unit is one tile of each of the two vectors of half a panel
   static constexpr int64_t kBlockOfRows = 2 * kAmxRows;
 
   // The activations of up to 32 rows: rows 0 to 15 for the upper tile, rows 16 to 31 for the lower tile. `stride` is
