@@ -29,7 +29,9 @@ logger = logging.getLogger("agent.cache_pages")
 START_BYTES = 64 << 20
 """Size of the first part of the cache in bytes. The start waits until this part has pages."""
 IDLE_S = 0.02
-"""If no message arrives for this time, the agent is idle. The pause between two decode steps is shorter."""
+"""If no message arrives for this number of seconds, the agent counts as idle. The pause between two decode steps is
+shorter.
+"""
 BUSY_SHARE = 0.02
 """Maximum fraction of the time for which a busy agent allocates pages between its steps."""
 _PIECE_BYTES = 2 << 20

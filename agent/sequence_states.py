@@ -203,7 +203,7 @@ class _Runs:
 
 
 def _runs_of(inputs: StepInputs, max_logged: int) -> _Runs:
-    """Divides a step into runs. ``max_logged`` is the number of drafts in the log of a state."""
+    """Divides a step into runs. ``max_logged`` is the maximum number of drafts in the log of a state."""
     rows, lens = inputs.rows.astype(np.int64), inputs.query_lens.astype(np.int64)
     begins, firsts = inputs.context_lens - lens, np.cumsum(lens) - lens
     is_first = np.ones(rows.size, np.bool_)

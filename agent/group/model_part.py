@@ -83,7 +83,7 @@ class ModelPart:
 
     @property
     def vocab_stride(self) -> int:
-        """Number of vocabulary rows of each agent of the stage. Padding rows at the end of the vocabulary count."""
+        """Number of vocabulary rows of each agent of the stage. The number includes padding rows."""
         return self.shard.vocab_stride if self.is_split else self.whole.vocab_size
 
     def narrow(self, config: Config) -> Config:

@@ -27,7 +27,7 @@ from llm_serving.errors import AgentError
 from llm_serving.model.families import FAMILIES
 
 A_NAME, B_NAME = "adapter_a", "adapter_b"
-"""Last parts of the names of the Parameters. The name of the layer comes before."""
+"""Last parts of the names of the Parameters. The name of the layer precedes them."""
 
 Shape = tuple[int, int, int]
 
@@ -109,7 +109,7 @@ class StackedSlots:
             self._matrices.write(f"{layer}.{A_NAME}", slot, a)
             self._matrices.write(f"{layer}.{B_NAME}", slot, b)
         for layer in unused:
-            name = f"{layer}.{B_NAME}"  # if B is zero, the adapter adds nothing, so A may stay
+            name = f"{layer}.{B_NAME}"  # if B is zero, the adapter adds nothing, so A may stay unchanged
             self._matrices.write(name, slot, self._zeros(self._shapes[name][1:]))
         self._written[slot] = set(layers)
 

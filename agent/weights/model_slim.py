@@ -165,7 +165,7 @@ _NORM_OF = {
     "mlp.gate_proj": "post_attention_layernorm",
     "mlp.up_proj": "post_attention_layernorm",
 }
-"""For each linear layer of a decoder layer, the norm whose result is its input."""
+"""Maps each linear layer of a decoder layer to the norm whose result the linear layer takes as input."""
 
 
 def _norm_weight(bias: str) -> str:

@@ -88,7 +88,7 @@ LLMK_INLINE Vec scaled(const float* sum, Vec row_scale, Ints excess, const float
 
 // Describes half of a panel (32 columns): the scales of these columns, and their places in the output.
 struct HalfPanel {
-  const float* scales;  // scales of the columns; used only without groups
+  const float* scales;  // scales of the columns; used only if the weight has no quantisation groups
   const float* bias;    // null: the weight has no bias
   const int32_t* sum_offsets;  // null: the weight has no static inputs
   int64_t first;        // index of the first of the 32 columns, in the order of the panels

@@ -93,7 +93,7 @@ LLMK_INLINE Vec load_int8(const int8_t* p, int64_t n) {
 #endif
 }
 
-// Transposes 16 vectors: panel[i * stride + j] = lane i of rows[j], as bits.
+// Transposes 16 vectors: panel[i * stride + j] = lane i of rows[j], with unchanged bits.
 LLMK_INLINE void store_transposed(const Vec (&rows)[16], Unit* panel, int64_t stride) {
 #if defined(LLMK_VEC_AVX512)
   __m512 quads[4][4];  // quads[q][j]: the lanes l of rows 4q to 4q + 3 with l % 4 = j

@@ -32,7 +32,7 @@ enum { kCacheKey, kCacheValue, kKeyCache, kValueCache, kSlots, kCacheOut, kCache
 
 struct RotaryCacheArgs {
   RotaryArgs query, key;
-  const char* values;     // address of the values in the first row
+  const char* values;     // address of the attention values in the first row of qkv
   char* kept_values;      // copy of the values; null: no later launch reads them
   char* caches[2];
   const int32_t* slots;
