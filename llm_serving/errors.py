@@ -210,7 +210,9 @@ class AgentLostError(AgentError):
 
 
 class NodeDrainedError(AgentLostError):
-    """The machine of an agent was drained, and the agent's requests did not end in time. They move to other agents."""
+    """The machine of an agent was drained, and the agent's requests did not end in time. These requests move to other
+    agents.
+    """
 
 
 class SelfCheckError(AgentLostError):

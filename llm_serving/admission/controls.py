@@ -184,8 +184,8 @@ class OutputLengthPredictor(Stateful):
     """Predicts the length of an output from the lengths of recent outputs, in O(log WINDOW).
 
     Requests whose ``max_output_tokens`` have the same number of bits form a class. The predictor keeps the last
-    ``window`` lengths of each class. It uses only lengths above that of the output so far, and predicts a quantile of
-    them. If there are fewer than ``min_samples``, the prediction is ``max_output_tokens``.
+    ``window`` lengths of each class. It uses only lengths above the present length of the output, and predicts a
+    quantile of these lengths. If there are fewer than ``min_samples``, the prediction is ``max_output_tokens``.
     ("Past-Future Scheduler", Gong et al., ASPLOS 2025, predicts from the same data.)
     """
 

@@ -81,7 +81,7 @@ class StepMasks:
     def prepare(self, request: Request, masks: list[Mask]) -> None:
         """Stores the masks of a request's drafts: for each draft, the tokens that may follow it.
 
-        They are kept until the request gets a token or ends.
+        The masks are kept until the request gets a token or ends.
         """
         self._prepared[request] = _Prepared(masks, len(request.output_token_ids))
 

@@ -94,7 +94,9 @@ class EngineCore:
         self.state = EngineState.STARTING if standby is None else EngineState.READY
         self.stop_reason = ""
         self.ended = False
-        """True if the loop has ended. It may then ignore a command, so callers check this after ``submit``."""
+        """True if the loop has ended. A loop that has ended may ignore commands, so callers check this after
+        ``submit``.
+        """
         self._front = front
         self._router = front if isinstance(front, Router) else None
         self._log = log
@@ -135,7 +137,7 @@ class EngineCore:
     def use_stores(self, work: Callable[[Sequence[BlockStore]], None]) -> None:
         """Calls ``work`` in the engine thread with the KV tiers of all replicas.
 
-        If the engine has ended, ``work`` gets an empty sequence. It may then run in the caller's thread.
+        If the engine has ended, ``work`` gets an empty sequence. In this case, ``work`` may run in the caller's thread.
         """
         command = UseStores(work)
         self.submit(command)

@@ -16,7 +16,7 @@ from llm_serving.telemetry.receipt import BlockReason, Phase, Receipt, microseco
 from llm_serving.telemetry.statistics import time_per_output_token
 
 RECENT_RECEIPTS = 4096
-"""Number of receipts of ended requests that are kept. They take a few megabytes."""
+"""Number of receipts of ended requests that are kept. These receipts take a few megabytes."""
 
 _STATES = {
     Phase.QUEUED: "queued",

@@ -143,7 +143,8 @@ class EventPublisher:
                 self._send(batch, replica)
                 batch = []
             if taken is None:
-                # Skip a sequence number. The gap shows subscribers that events were lost. They cannot be replayed.
+                # Skip a sequence number. The gap shows subscribers that events were lost. Lost events cannot be
+                # replayed.
                 self._sequence += 1
                 continue
             replica = taken[0]

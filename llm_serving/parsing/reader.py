@@ -41,7 +41,8 @@ class Reader:
         self._num_read = 0
         """Number of characters of the answer that ``take`` has returned."""
         self._space = ""
-        """White space that becomes content if more content follows. It ends at character ``_space_end`` of the answer.
+        """White space that becomes content if more content follows. The white space ends at character ``_space_end`` of
+        the answer.
         """
         self._space_end = 0
         self._reasoning_space = ""
@@ -74,7 +75,7 @@ class Reader:
         return text
 
     def content(self, text: str) -> None:
-        """Adds ``text`` to the content. It must be the text that was read last.
+        """Adds ``text`` to the content. ``text`` must be the text that was read last.
 
         White space around tool calls and newlines after the reasoning are left out.
         """

@@ -6,7 +6,7 @@ from llm_serving.telemetry.log import EventLog
 
 
 class ModelLog(EventLog):
-    """Passes events to the server's log, and adds the field ``model`` to each. It has no file of its own."""
+    """Passes events to the server's log, and adds the field ``model`` to each. This log has no file of its own."""
 
     def __init__(self, log: EventLog, model: str) -> None:
         super().__init__(None, mirror=False)

@@ -369,5 +369,6 @@ class Endpoint:
     admin: bool = False
     """Whether only keys with the right ``admin`` may use the endpoint."""
     queued: bool = False
-    """Whether the handler first calls ``check_queue``. Its requests may be refused before it is called, see
-    ``early_refusals``."""
+    """Whether the handler first calls ``check_queue``. Requests to this endpoint may be refused before the handler is
+    called, see ``early_refusals``.
+    """

@@ -29,7 +29,9 @@ from llm_serving.version import __version__
 PIECE_BYTES = 4 << 20
 """Approximate size in bytes of the pieces in which blocks are read and sent. A piece has at least one block."""
 WAIT_S = 2.0
-"""Maximum seconds to wait for the blocks of a request that has just ended. They reach host memory with a later step."""
+"""Maximum seconds to wait for the blocks of a request that has just ended. These blocks reach host memory with a later
+step.
+"""
 _POLL_S = 0.02
 """Seconds between two looks for the blocks of a session in host memory."""
 

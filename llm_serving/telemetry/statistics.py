@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 EXACT_LIMIT = 500_000
-"""Number of values that a ``Distribution`` keeps before it uses buckets. They take 4 MB."""
+"""Number of values that a ``Distribution`` keeps before it uses buckets. These values take 4 MB."""
 RELATIVE_ERROR = 0.001
 """Maximum error of a percentile from buckets, relative to its value."""
 SMALLEST = 1e-9

@@ -52,7 +52,9 @@ class StrictModel(RequestModel):
 
 
 class LaxModel(RequestModel):
-    """A request body of ``/generate`` or ``/chat``. Their clients may write ``"True"`` and ``"0.7"`` as text."""
+    """A request body of ``/generate`` or ``/chat``. Clients of these endpoints may write ``"True"`` and ``"0.7"`` as
+    text.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 

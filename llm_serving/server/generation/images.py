@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from llm_serving.server.state import ServerSettings, ServerState
 
 _FETCHING_THREADS = 8
-"""Number of images that are read from other hosts at the same time. They have their own threads, so a slow host
-occupies none of the threads that decode images."""
+"""Number of images that are read from other hosts at the same time. Separate threads read these images, so a slow host
+occupies none of the threads that decode images.
+"""
 _threads = ThreadPoolExecutor(DECODING_THREADS, thread_name_prefix="images")
 _fetching_threads = ThreadPoolExecutor(_FETCHING_THREADS, thread_name_prefix="image-hosts")
 _DETAILS = ("auto", "low", "high")

@@ -121,8 +121,8 @@ def make_choices(
     ``grammar`` constrains the text of all choices. Raises RequestError if the request could need more work than the
     server's limits allow.
 
-    The seed of a choice is computed from the request's seed and the number of the choice within its prompt. It does not
-    depend on other prompts of the request.
+    The seed of a choice is computed from the request's seed and the number of the choice within its prompt. The seed
+    does not depend on other prompts of the request.
     """
     lengths = [(prompt.work(), most) for prompt, (_, most) in zip(prompts, sampling, strict=True)]
     check_work(settings, lengths, n, max(_entries_per_token(params) for params, _ in sampling))

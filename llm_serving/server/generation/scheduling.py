@@ -108,8 +108,8 @@ def deadline_of(fields: RequestModel | None, request: Request) -> float | None:
 def _urgency(fields: RequestModel | None, request: Request) -> dict[str, Any]:
     """Returns the values of the body fields in ``SCHEDULING_HEADERS``, by name.
 
-    The value of a field that the body does not set comes from its header. It is None if the body and the headers lack
-    it.
+    The value of a field that the body does not set comes from its header. The value is None if the body and the headers
+    lack the field.
     """
     given = {alias: request.headers[alias] for alias in SCHEDULING_HEADERS.values() if alias in request.headers}
     try:

@@ -23,7 +23,7 @@ class LoopWatch:
     """Measures the longest time for which the event loop was blocked, as the longest delay of a timer on the loop.
 
     Other programs on a busy machine also delay the timer. Therefore, this class also measures the processor time of
-    this process during each delay. It is an upper bound of the time for which the loop itself worked.
+    this process during each delay. This processor time is an upper bound of the time for which the loop itself worked.
 
     The timer runs only while clients send data or requests are active. If the process has worked for ``REPORTED_S``
     during one delay, the functions that ran on the loop are logged.

@@ -28,8 +28,9 @@ __all__ = ["ENDPOINTS"]
 START_TIMEOUT_S = 60.0
 """Maximum seconds until the agents have started a profile. ``AgentQuestions.profile`` adds time for slow agents."""
 STOP_TIMEOUT_S = 300.0
-"""Maximum seconds to wait until the agents have stopped a profile. They write its files meanwhile, which takes long if
-many operators ran."""
+"""Maximum seconds to wait until the agents have stopped a profile. Meanwhile, the agents write the files of the
+profile, which takes long if many operators ran.
+"""
 MAX_PROFILE_S = 600
 """Maximum length of a profile in seconds."""
 

@@ -165,7 +165,8 @@ class ResponseStream:
         return self._encoded([{"type": f"response.{response['status']}", "response": response}])
 
     def error(self, reply: ErrorReply, /) -> list[bytes]:
-        """Returns the event of an error, which ends the stream. It contains all items so far, so it can be long."""
+        """Returns the event of an error, which ends the stream. The event contains all items so far, so it can be long.
+        """
         return self._encoded([{"type": "response.failed", "response": self._responder.failed(reply)}])
 
     def _encoded(self, events: Sequence[dict[str, Any]]) -> list[bytes]:

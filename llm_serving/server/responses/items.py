@@ -31,8 +31,8 @@ class ItemWriter:
         self._full_logprobs, self._short_logprobs = GrowingList(), GrowingList()
         """Two lists with the log-probabilities of the open message: with and without the bytes of the tokens.
 
-        They grow with each delta, which is encoded only once. At the end of the message, three events and the response
-        contain all log-probabilities. Encoding them again would take long.
+        The lists grow with each delta, which is encoded only once. At the end of the message, three events and the
+        response contain all log-probabilities. Encoding them again would take long.
         """
         self._is_open = False
 

@@ -41,7 +41,8 @@ class MessageLogprobs:
         for position, token in enumerate(logits, len(self._kept)):
             begin = self._num_chars
             self._num_chars += len(self._text.append((token.token_id,))[0])
-            # A token with only a part of a character adds no text yet. It gets the position of the next character.
+            # A token with only a part of a character adds no text yet. The token gets the position of the next
+            # character.
             self._waiting.append((begin, max(self._num_chars, begin + 1), position))
         self._kept.extend(logits)
 
