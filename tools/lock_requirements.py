@@ -51,9 +51,10 @@ FILES = {
 
 
 def packages(lock: str) -> dict[str, str]:
-    """Returns the entries of a lock file by the name of the package.
+    """Returns the entry of each package in a lock file, by the name of the package.
 
-    An entry is the text with version and hashes. If Python versions have different entries, they are joined.
+    An entry is the text with version and hashes. If a package has several entries for different Python versions, their
+    texts are joined.
     """
     found: dict[str, str] = {}
     for entry in re.split(r"\n(?=[A-Za-z0-9])", "\n" + re.sub(r"^\s*#.*\n", "", lock, flags=re.MULTILINE)):

@@ -59,7 +59,9 @@ TINY_PROMPTS = (
 
 
 def weights_digest(folder: Path) -> str:
-    """Returns a SHA-256 of ``config.json`` and all tensors. It does not depend on the division into files."""
+    """Returns a SHA-256 of ``config.json`` and all tensors. The digest does not depend on how the tensors are divided
+    into files.
+    """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     tensors = [each for path in folder.glob("*.safetensors") for each in safetensors.deserialize(path.read_bytes())]
     for name, tensor in sorted(tensors, key=lambda each: each[0]):

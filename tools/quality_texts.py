@@ -40,7 +40,9 @@ class Texts:
 
 
 MakeTexts = Callable[[Tokenizer, int, int], Texts]
-"""Type of functions that return texts. They take a tokenizer, the number of texts, and the tokens of each text."""
+"""Type of functions that return texts. They take a tokenizer, the number of texts, and the number of tokens of each
+text.
+"""
 
 
 def generated_texts(tokenizer: Tokenizer, count: int, length: int) -> Texts:

@@ -41,7 +41,7 @@ RECORDING_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFigures:
-    """The processor time of the engine thread for one step of one of several replicas."""
+    """The processor time that the engine thread needs for a step, if the thread drives several replicas."""
 
     replicas: int
     sequences: int

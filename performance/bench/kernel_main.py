@@ -179,7 +179,8 @@ def median_call_seconds(calls: Sequence[Callable[[], object]], seconds: float) -
 
 
 def alternating_passes(each: Sequence[Sequence[Callable[[], object]]], seconds: float) -> list[list[float]]:
-    """Runs passes through the calls of each build in alternation. Returns the seconds per call of each pass.
+    """Measures each build in passes, which alternate between the builds. A pass runs all calls of a build once.
+    Returns, for each build, the seconds per call in each pass.
 
     ``each`` has the calls of one or two builds of the kernels. Each build first runs a pass that is not measured, and
     then runs for ``seconds``.

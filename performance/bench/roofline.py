@@ -31,7 +31,8 @@ SCALE_BYTES = 4
 """Bytes of a scale."""
 
 Sequences = Sequence[tuple[int, int]]
-"""For each sequence of a step: the number of query tokens, and the length of the context including them."""
+"""For each sequence of a step: the number of query tokens, and the length of the context, which includes these tokens.
+"""
 
 
 @dataclass(frozen=True, slots=True)

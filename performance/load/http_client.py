@@ -30,7 +30,7 @@ class Exchange(Protocol):
     """True if the response is not needed any more, for example after a timeout."""
 
     def attached(self, connection: Connection, now: float) -> None:
-        """The connection calls this directly before it writes the request."""
+        """The connection calls this method immediately before it writes the request."""
 
     def status(self, code: int, request_id: str | None) -> None: ...
     def body(self, data: bytes, now: float) -> None: ...

@@ -206,7 +206,7 @@ def tensor_std(name: str, shape: tuple[int, ...], variant: Variant) -> float:
         spread = 1.5 if variant.config.get("scoring_func") == "sigmoid" else 3.0
         spread = 8.0 if name.endswith("router.weight") else spread
         return float(spread * shape[1] ** -0.5)
-    # This bias is as large as the differences between router scores, so that it changes the chosen experts.
+    # The router bias is as large as the differences between router scores, so that the bias changes the chosen experts.
     if name.endswith("e_score_correction_bias"):
         return 0.2
     if name.endswith("conv1d.weight"):  # one weight for each token of the convolution

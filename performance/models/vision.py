@@ -198,7 +198,9 @@ def sample_image(number: int) -> npt.NDArray[np.uint8]:
 
 
 def _std(name: str, shape: tuple[int, ...]) -> float:
-    """Returns the standard deviation of a tensor's random values. With it, the generated text depends on the image."""
+    """Returns the standard deviation of a tensor's random values. With these values, the generated text depends on the
+    image.
+    """
     if name.endswith("lm_head.weight"):
         return 4.0 * float(shape[1]) ** -0.5
     if name.endswith("embed_tokens.weight"):

@@ -36,7 +36,7 @@ class Arrivals:
 class TraceLine(msgspec.Struct, forbid_unknown_fields=True):
     """A request of a trace: its arrival time, and either its prompt or the length of its prompt.
 
-    ``max_tokens`` is the request's limit. Without it, the limit is ``output_tokens``.
+    ``max_tokens`` is the maximum number of output tokens. Without it, ``output_tokens`` is the maximum.
     """
 
     arrival_s: float

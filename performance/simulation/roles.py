@@ -52,7 +52,7 @@ class HandedBlocks:
     def __init__(self, block_bytes: float) -> None:
         self._block_bytes = block_bytes
         self._nodes: dict[int, int] = {}
-        """For each block of the pool with content: the node that computed it."""
+        """For each block of the pool that has content: the node that computed the block."""
         self.sent_bytes = 0.0
         """Bytes of blocks that went from one node to another."""
 

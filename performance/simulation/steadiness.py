@@ -24,9 +24,9 @@ __all__ = [
 ]
 
 TOLERANCE = 0.04
-"""Maximum relative difference between the machine's speed before a run and after it. A run counts with the mean of both
-speeds. If the speed changes evenly, this mean is exact. Otherwise it is wrong by at most half of the difference, 2 %.
-On an idle machine, two measurements of the speed differ by 1 to 2 %.
+"""Maximum relative difference between the machine's speed before a run and after it. The mean of both speeds is used
+for the run. If the speed changes evenly, this mean is exact. Otherwise it is wrong by at most half of the difference
+(2 %). On an idle machine, two measurements of the speed differ by 1 to 2 %.
 """
 OTHERS_TOLERANCE = 0.02
 """Maximum fraction of the cores' time that other processes may take. The probes do not see those processes. If they

@@ -96,7 +96,10 @@ class GemmaRules:
                 yield f"{name} normalises {found}; it must normalise {wanted}"
 
     def _sum_problems(self, node: Node) -> Iterator[str]:
-        """Yields an error unless a sum of the residual stream adds the latest result to the stream before it."""
+        """Yields an error unless a sum of the residual stream adds a normalised result to the right part of the stream.
+
+        The right part is the one that attention or the MLP has read to compute this result.
+        """
         if node.results != (self._stream,) or self._adds_adapter(node):
             return
         result, stream = map(self._part_of_stream, self._wiring.operands(node))

@@ -46,8 +46,8 @@ _SHARED_DRAWS = {
     "TopkExt": 1,
     "Transpose": 4,
 }
-"""Further calls if agents share the vocabulary. They join the candidates of all agents, and choose the first agent's
-tokens.
+"""Number of additional calls of each primitive, if agents share the vocabulary. These calls join the candidates of all
+agents, and choose the first agent's tokens.
 """
 _REORDERS = frozenset({"Gather", "Reshape", "TopkExt", "Transpose"})
 """Primitives that select or reorder the elements of their first operand."""
@@ -104,7 +104,7 @@ def _draw_problems(nodes: list[Node], wiring: Wiring, *, is_split: bool) -> Iter
 
     The graph must divide the logits by the temperature. The result must be the sum of ``best_ids`` and a difference,
     which is 0 for greedy sequences. Without this sum, greedy sequences would get drawn tokens. If agents share the
-    vocabulary, this sum is gathered, and the result is a part of it.
+    vocabulary, the graph gathers the sums of all agents, and the result is one agent's part.
     """
     for node in nodes:
         if node.primitive == "RealDiv":

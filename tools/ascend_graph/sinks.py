@@ -87,7 +87,9 @@ class SinkRules:
             yield "the query does not wait for the layer's ReshapeAndCache (ops.depend)"
 
     def _cache_problems(self, node: Node, name: str, operand: Operand) -> Iterator[str]:
-        """Yields an error unless an operand is the layer's cache after its write, with a token's heads in one row."""
+        """Yields an error unless an operand is the layer's cache after this step's write, with a token's heads in one
+        row.
+        """
         wanted = TensorType(self._dtype, (self._cache.num_blocks, self._cache.block_size, self._key))
         if self._type_of(operand) != wanted:
             yield f"{name} is {self._type_of(operand)}; it must be {wanted}"

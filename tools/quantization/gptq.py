@@ -1,4 +1,4 @@
-"""GPTQ (Frantar et al. 2023): rounds a weight matrix column by column, and corrects the errors by later columns.
+"""GPTQ (Frantar et al. 2023): rounds a weight matrix column by column. Later columns make up for a column's error.
 
 A linear layer has the inputs X [samples, in]. H is X^T X. If a row w of the weight is rounded to q, the squared error
 of the outputs is (w - q) H (w - q)^T. Columns are processed in the order of their values on the diagonal of H, the

@@ -22,7 +22,8 @@ def calls(package: str, names: set[str]) -> Iterator[str]:
 
 
 def _last_name(called: ast.expr) -> str | None:
-    """Returns the last part of a dotted name, or None. It is a fast filter before the slow ``ast.unparse``."""
+    """Returns the last part of a dotted name, or None. Comparing it is a fast filter before the slow ``ast.unparse``.
+    """
     return called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else None
 
 

@@ -86,8 +86,8 @@ class _EndingNames(frozenset[int]):
     """A set of tokens that end a request. It grows during the replay.
 
     When the scheduler adds a request, it must know the tokens that end the request. A recording has an ending token
-    only in the later result that contains the token. When the replay reaches this result, it adds the token to
-    ``names``. A union with another set returns this object itself, so that the scheduler sees later additions.
+    only in the later result that contains the token. When the replay reaches this result, the replay adds the
+    token to ``names``. A union with another set returns this object itself, so that the scheduler sees later additions.
     """
 
     names: set[int]

@@ -50,7 +50,7 @@ class Circuit:
         return as_float32(rng.standard_normal((vocab, hidden)) / np.sqrt(hidden) + COMMON * self.constant)
 
     def previous_token_query_key(self) -> HeadWeights:
-        """Returns query and key, both [head_dim, hidden], of a head that attends to the previous token.
+        """Returns the query and key weights, both [head_dim, hidden], of a head that attends to the previous token.
 
         The key is the same for all tokens. The query is this key, rotated back by one position.
         """
@@ -74,7 +74,7 @@ class Circuit:
         return as_float32(self.code), as_float32(self.place * WRITTEN)
 
     def induction_query_key(self, half: int) -> HeadWeights:
-        """Returns query and key of a head that looks for earlier occurrences of the current token.
+        """Returns the query and key weights of a head that looks for earlier occurrences of the current token.
 
         The query contains the current token's code. The key of a position contains the code that the previous-token
         head wrote there, which is the code of the token before.
