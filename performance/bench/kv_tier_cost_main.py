@@ -134,7 +134,9 @@ def _ask(server: Endpoint, prompt: list[int], output_tokens: int) -> list[int]:
 
 
 def _blocks(server: Endpoint, kind: str) -> float:
-    """Returns the number of blocks that the tiers have stored (``stored``), or that requests found there (``hit``)."""
+    """Returns the number of blocks that the tiers have stored (``stored``), or that requests found in the tiers
+    (``hit``).
+    """
     name = f"llm_serving_kv_tier_{kind}_blocks_total"
     return sum(value for each, value in fetch_metrics(server).items() if each.partition("{")[0] == name)
 

@@ -50,7 +50,7 @@ class LoadRun:
     model: str
     records: list[RequestRecord]
     start: float
-    """The time of the due time 0, on the clock of ``perf_counter``."""
+    """The time of ``perf_counter`` that corresponds to the due time 0."""
     started_at: float
     """Unix time of ``start``."""
     client_cpu_s: float

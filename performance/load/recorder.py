@@ -68,7 +68,7 @@ class Share:
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
-    """Returns 0, or 2 if the server did not start or requests failed."""
+    """Runs the measurement. Returns 0, or 2 if the server did not start or requests failed."""
     parsed = _parser().parse_args(arguments)
     shares = []
     with tempfile.TemporaryDirectory(prefix="bench_recorder_") as folder:
