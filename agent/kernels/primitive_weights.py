@@ -24,7 +24,7 @@ from llm_serving.model.number_formats import weight_format
 Array = npt.NDArray[Any]
 
 VALUE_TYPES = ("float32", "float16", "bfloat16", "int8", "int4")
-"""Names of llmk::ValueType, in its order."""
+"""Names of the values of llmk::ValueType, in the order of their numbers."""
 _SCALE_TYPES = VALUE_TYPES[:3]
 _STORAGE: dict[str, Any] = {
     "float32": np.float32,

@@ -51,7 +51,9 @@ _PER_BYTE = 2
 
 
 class ModelSlimDecoder(Decoder):
-    """Decodes the weights of a folder. The folder's description file states the scheme of each weight."""
+    """Decodes the weights of a folder of msModelSlim or golden-stick. The folder's description file states the scheme
+    of each weight.
+    """
 
     marker = "weight_scale"
     axes: ClassVar[dict[str, tuple[Axis, ...]]] = {

@@ -90,7 +90,7 @@ void top_k(const Call& call, int64_t rows, int64_t count, int64_t k, bool larges
 }  // namespace
 
 // TopkExt: input [..., count], k, dim (the last), largest, sorted -> values [..., k] of input's type, indices int64
-// [..., k]. The values are the k largest of each row, or the k smallest. They are always sorted.
+// [..., k]. The values are the k largest of each row, or the k smallest. The values are always sorted.
 int plugin_top_k(const Call& call) {
   enum { kInput, kK, kDim, kLargest, kSorted, kValues, kIndices, kCount };
   const int dims = call.ndims[kInput];
