@@ -155,7 +155,7 @@ def kernel_isa() -> str:
 
 
 def compiled_sets() -> list[str]:
-    """Returns the names of the compiled instruction sets, the fastest first. setup.py compiles the sets that the
+    """Returns the names of the compiled instruction sets, the fastest first. The build compiles the sets that the
     environment variable ``LLM_KERNELS_BUILD`` selects.
     """
     names: bytes = load_library().llmk_compiled_sets()

@@ -1,4 +1,4 @@
-// Chooses the table of kernels for this processor at the first call and keeps it. setup.py defines
+// Chooses the table of kernels for this processor at the first call and keeps it. tools/kernel_build.py defines
 // LLMK_INSTRUCTION_SETS(X), which lists X(isa) for each instruction set that was compiled, the fastest first.
 #include <cstdio>
 #include <cstdlib>

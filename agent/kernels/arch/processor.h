@@ -1,5 +1,5 @@
-// Reports which instruction sets this processor runs. setup.py defines LLMK_HAVE_<ISA> for each set that the compiler
-// knows.
+// Reports which instruction sets this processor runs. tools/kernel_build.py defines LLMK_HAVE_<ISA> for each set that
+// the compiler knows.
 #pragma once
 #include <cstring>
 

@@ -1,5 +1,5 @@
-// A program that prints which of the instruction sets in its arguments this processor runs. setup.py runs it to choose
-// the sets to compile. The program is not a part of the library.
+// A program that prints which of the instruction sets in its arguments this processor runs. tools/kernel_build.py runs
+// the program to choose the sets to compile. The program is not a part of the library.
 #include <cstdio>
 
 #include "processor.h"

@@ -1,8 +1,8 @@
 // Defines the table of function pointers to the kernels of one instruction set. Each arch/<isa>.cc ends by including
 // this file.
 //
-// setup.py compiles each arch/<isa>.cc a second time for the ceilings program, which measures the speed of the
-// processor. In that build, LLMK_TABLE_FILE is the path of the file loops.h of the program. This file then includes
+// tools/kernel_build.py compiles each arch/<isa>.cc a second time for the ceilings program, which measures the speed of
+// the processor. In that build, LLMK_TABLE_FILE is the path of the file loops.h of the program. This file then includes
 // loops.h instead of the kernels.
 #pragma once
 #ifdef LLMK_TABLE_FILE

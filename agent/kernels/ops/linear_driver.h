@@ -11,6 +11,7 @@
 #include "../common/thread_pool.h"
 #include "linear.h"
 #include "linear_epilogue.h"
+#include "linear_heights.h"
 #include "linear_tiles.h"
 #include "quantize_row.h"
 
@@ -18,9 +19,6 @@ namespace llmk::LLMK_ARCH {
 
 constexpr int64_t kBlockRows = 256;
 constexpr int64_t kPieceBytes = 384 << 10;
-// Up to this number of rows, the rows form at most two tall tiles, each with up to kTallRows rows. More rows form three
-// or more tiles of up to kMostRows rows, which are then at least as fast.
-constexpr int kMostTallTilesRows = 16;
 
 // A part of the depth of one panel. `begin` and `end` count steps in PlainForm and groups in GroupedForm.
 struct Piece {
@@ -234,11 +232,10 @@ static inline void any_tile(const LinearJob& job, const Piece& piece, int64_t ro
 template <class Form, bool kFetches, class Finish>
 static inline void piece_rows(const LinearJob& job, const Piece& piece, int64_t row, int64_t rows, float* sums,
                               const Finish& finish) {
-  constexpr int kMost = Form::Step::kMostRows, kTall = Form::kTallRows;
-  // The minimum height of a tile if rows that do not fit one tall tile, or one, two or three other tiles, are divided.
-  constexpr int kLeastOfTwoTall = (kTall + 1) / 2, kLeastOfTwo = (kMost + 1) / 2;
-  constexpr int kLeastOfThree = (2 * kMost + 1) / 3, kLeastOfFour = (3 * kMost + 1) / 4;
-  const bool tall = kTall > kMost && rows > kMost && rows <= kMostTallTilesRows;
+  using Heights = TileHeights<Form::Step::kMostRows, Form::kTallRows>;
+  static_assert(Heights::fit(kBlockRows), "any_tile() has a tile of each height");
+  constexpr int kMost = Heights::kMost, kTall = Heights::kTall;
+  const bool tall = Heights::is_tall(rows);
   const int64_t tiles = ceil_div(rows, tall ? kTall : kMost);
   // Number of tiles that prefetch weights. If there are several, each of them prefetches an equal part of the next
   // piece.
@@ -255,16 +252,16 @@ static inline void piece_rows(const LinearJob& job, const Piece& piece, int64_t 
       // halves, so it takes twice as many steps as other tiles.
       const uint8_t* next = piece.next + t * piece.next_half_bytes;
       if constexpr (kTall > kMost) {
-        any_tile<Form, 1, kLeastOfTwoTall, kMostTallTilesRows / 2>(job, piece, first, count, tile_sums, next);
+        any_tile<Form, 1, Heights::kLeastOfTwoTall, kMostTallTilesRows / 2>(job, piece, first, count, tile_sums, next);
       }
     } else if (t >= fetching) {
-      any_tile<Form, 0, kLeastOfThree, kMost>(job, piece, first, count, tile_sums, nullptr);
+      any_tile<Form, 0, Heights::kLeastOfThree, kMost>(job, piece, first, count, tile_sums, nullptr);
     } else if (fetching == 2) {
       const uint8_t* next = piece.next + t * piece.next_half_bytes;
-      any_tile<Form, 2, kLeastOfTwo, kMost>(job, piece, first, count, tile_sums, next);
+      any_tile<Form, 2, Heights::kLeastOfTwo, kMost>(job, piece, first, count, tile_sums, next);
     } else {
       const uint8_t* next = piece.next + t / 2 * piece.next_half_bytes + t % 2 * (piece.bytes / 4);
-      any_tile<Form, 1, kLeastOfFour, kMost>(job, piece, first, count, tile_sums, next);
+      any_tile<Form, 1, Heights::kLeastOfFour, kMost>(job, piece, first, count, tile_sums, next);
     }
     finish(first, count, tile_sums);
   }

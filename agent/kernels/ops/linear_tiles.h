@@ -14,8 +14,8 @@ constexpr int64_t kTileSteps = 1;
 
 // WideTiles and NarrowTiles define the sizes of tiles. A tile multiplies R rows of activations by columns(R) vectors of
 // a panel. The constant kMostRows is the maximum of R for which all sums stay in registers. If a task has at most
-// kMostTallTilesRows rows (linear_driver.h), they form one or two tall tiles of up to kTallRows rows. A tall tile reads
-// a panel in two passes, two vectors in each.
+// kMostTallTilesRows rows (linear_heights.h), they form one or two tall tiles of up to kTallRows rows. A tall tile
+// reads a panel in two passes, two vectors in each.
 //
 // A Step multiplies one step of a panel. It is derived from WideTiles or NarrowTiles. The constant kDepth is the number
 // of depths in a step. The constant kVectorBytes is the size of the weights of 16 columns in a step. If kOwnLoop is

@@ -24,7 +24,7 @@
 
 namespace llmk {
 
-// setup.py defines LLMK_INSTRUCTION_SETS(X), a list of X(isa) for each instruction set that was compiled.
+// tools/kernel_build.py defines LLMK_INSTRUCTION_SETS(X), a list of X(isa) for each instruction set that was compiled.
 #define LLMK_DECLARE_LOOPS(isa) namespace isa { extern const CeilingLoops kCeilingLoops; }
 LLMK_INSTRUCTION_SETS(LLMK_DECLARE_LOOPS)
 
