@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from support.case_samples import check_sample, read_intervals, repetitions_of, select_cases
+from support.case_samples import check_names, check_sample, read_intervals, repetitions_of, select_cases
 from support.time_limits import time_limit
 
 HEAVY = (
@@ -152,7 +152,6 @@ HEAVY = (
 
 _STRUCTURED = "tests/integration/test_structured_output.py"
 REPETITIONS = (
-    "tests/agent/test_native_quantised_groups.py::test_shared_and_uneven_heads[llama3_rope]",
     "tests/agent/test_native_quantised_groups.py::test_two_agents_choose_the_tokens_of_one[int8-llama_yarn_bias",
     "tests/agent/test_sum_parts.py::test_an_agent_that_sums_in_parts_gives_the_bits_of_a_group[int4-",
     "tests/integration/test_golden_tokens.py::test_float32_is_exact[mha]",
@@ -171,20 +170,15 @@ They repeat a case of ``make test`` with another type, op table or server, so on
 """
 
 COVERED = (
-    "tests/admission/test_light_keys.py::test_random_runs_lose_no_request_row_or_block",
     "tests/block_moves/test_swapping.py::test_a_pool_of_one_longest_sequence_serves_any_number",
     "tests/engine/test_beam_search.py::test_the_search_equals_a_textbook_search",
     "tests/engine/test_replicas.py::test_tokens_equal_sequential_execution",
-    "tests/kernels/test_attention.py::test_block_size_changes_no_bit",
-    "tests/kernels/test_attention.py::test_equals_float64",
-    "tests/kernels/test_attention.py::test_paged_and_plain_agree_bit_for_bit",
     "tests/kernels/test_attention_window.py::test_equals_float64",
     "tests/kernels/test_candidates.py::test_tokens_are_those_of_whole_rows",
     "tests/kernels/test_elementwise.py::test_rms_norm_equals_float64",
     "tests/kernels/test_elementwise.py::test_rotary_equals_float64",
     "tests/kernels/test_linear.py::test_a_row_does_not_depend_on_the_batch",
     "tests/kernels/test_linear.py::test_equals_the_reference",
-    "tests/kernels/test_linear.py::test_float_formats_equal_float64",
     "tests/kernels/test_linear.py::test_groups_of_weights_alone",
     "tests/kernels/test_linear.py::test_strided_rows_in_and_out",
     "tests/kernels/test_rotary_attention.py::test_equals_float64",
@@ -299,6 +293,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     for item in repetitions_of(items, COVERED, OCCURRENCES):
         item.add_marker(pytest.mark.sweep)
+    if not any("::" in name for name in config.args) and not config.getoption("lf", False):  # then files are complete
+        check_names(items, config.rootpath, (*REPETITIONS, *COVERED))
     yield
     ranks = {file: rank for rank, file in enumerate(HEAVY)}
     items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(ranks)))

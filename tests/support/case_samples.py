@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -72,6 +73,28 @@ def repetitions_of(items: Sequence[pytest.Item], functions: Sequence[str], times
             cases[function].append(item)
     kept = {id(item) for group in cases.values() for item in cover(group, times)}
     return [item for group in cases.values() for item in group if id(item) not in kept]
+
+
+def check_names(items: Sequence[pytest.Item], root: Path, names: Sequence[str]) -> None:
+    """Raises UsageError if one of the beginnings of names of cases fits no case, for example of a renamed test.
+
+    Its file must exist in ``root``. If ``items`` has no case of the file, only this is checked.
+    """
+    collected: dict[str, list[str]] = {}
+    for item in items:
+        collected.setdefault(_file_of(item.nodeid), []).append(item.nodeid)
+    dead = [
+        name
+        for name in names
+        if not (root / _file_of(name)).is_file()
+        or ((cases := collected.get(_file_of(name))) and not any(case.startswith(name) for case in cases))
+    ]
+    if dead:
+        raise pytest.UsageError(f"entries of tests/conftest.py that select no case: {', '.join(dead)}")
+
+
+def _file_of(name: str) -> str:
+    return name.partition("::")[0]
 
 
 def _preference(

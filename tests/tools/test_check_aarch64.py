@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from support.case_samples import check_sample, cover, read_intervals, repetitions_of, select_cases
+from support.case_samples import check_names, check_sample, cover, read_intervals, repetitions_of, select_cases
 from tools.check_aarch64 import INSTRUCTION_SETS, ONCE, SAMPLED, repetitions, selection
 
 KERNELS = Path(__file__).resolve().parents[1] / "kernels"
@@ -60,6 +61,18 @@ def test_each_value_occurs_as_often_as_the_cover_says_or_in_all_its_cases() -> N
         assert all(values.count(value) >= 2 for value in range(number))
     left_out = repetitions_of([*items, SimpleNamespace(nodeid="tests/kernels/test_b.py::test_other")], [TEST], 2)
     assert sorted(item.nodeid for item in (*left_out, *chosen)) == sorted(item.nodeid for item in items)
+
+
+def test_an_entry_of_a_list_that_selects_no_case_is_refused(tmp_path: Path) -> None:
+    file, _, _ = TEST.partition("::")
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).touch()
+    items = cases(shape=2, dtype=2)
+    check_names(items, tmp_path, [f"{TEST}[1-", TEST])
+    check_names([], tmp_path, [f"{TEST}[2-"])  # another run collects the file
+    for dead in (f"{TEST}[2-", f"{file}::test_other", "tests/test_c.py::test_d"):
+        with pytest.raises(pytest.UsageError, match=re.escape(f"that select no case: {dead}")):
+            check_names(items, tmp_path, [TEST, dead])
 
 
 @pytest.mark.parametrize("option", ["a", "a=", "a=x", "a=0"])
