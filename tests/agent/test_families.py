@@ -39,7 +39,7 @@ QUANTISED_MODELS = ("llama_linear_mqa", "qwen2_tied", "mistral_window", "phi4_mi
                     "gpt_oss_mxfp4")  # fmt: skip
 """The models that ``make test`` quantises."""
 NATIVE = ("bfloat16", "native", "auto", "auto")
-NATIVE_MODELS = ("mixtral", "phi4_mini", "qwen2_yarn_window", "gemma3")
+NATIVE_MODELS = ("mixtral", "phi4_mini", "qwen2_yarn_window", "gemma3", "deepseek_v3")
 """The models that ``make test`` runs with native operators: one of each architecture, without ``NATIVE_ELSEWHERE``."""
 NATIVE_ELSEWHERE = {
     "LlamaForCausalLM": "test_model_runner.py",
@@ -47,8 +47,7 @@ NATIVE_ELSEWHERE = {
     "Qwen3ForCausalLM": "tests/integration/test_families.py",
     "Qwen3MoeForCausalLM": "test_native_experts.py and test_native_replays.py",
     "DeepseekV2ForCausalLM": "test_expert_parallel.py",
-    "DeepseekV3ForCausalLM": "test_every_config.py: deepseek_small_cpu.yaml",
-    "GptOssForCausalLM": "test_every_config.py, and test_native_replays.py with a large cache",
+    "GptOssForCausalLM": "test_every_config.py (RELIED_ON), and test_native_replays.py with a large cache",
 }
 """Architectures whose models run here with native operators only in ``make test-sweeps``.
 
