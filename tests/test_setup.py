@@ -244,6 +244,27 @@ def test_names_with_spaces(tmp_path: Path) -> None:
     assert tree.run().stdout.count(" -o ") == 0
 
 
+def test_an_early_build_compiles_the_instruction_sets_once(tmp_path: Path) -> None:
+    """``make --jobs`` runs tools/kernel_build.py while pip installs the packages that setup.py needs."""
+    tree = Tree(tmp_path)
+    with tree.start(BUILD) as early:
+        out, errors = early.communicate(timeout=time_limit(60))
+    assert early.returncode == 0, errors
+    assert out.splitlines()[1:] == ["compiled 1 of 1: portable.o"]
+    assert tree.build() == EVERYTHING - {"portable.o"}
+
+
+def test_an_early_build_that_fails_ends_with_an_error(tmp_path: Path) -> None:
+    tree = Tree(tmp_path)
+    tree.write("agent/kernels/arch/portable.cc", "int broken() { return; }\n")
+    with tree.start(BUILD) as early:
+        _, errors = early.communicate(timeout=time_limit(60))
+    assert early.returncode == 1
+    assert "portable.cc:1" in errors, "the message of the compiler"
+    assert errors.splitlines()[-1].startswith("error: command failed: ")
+    assert "Traceback" not in errors
+
+
 @pytest.mark.parametrize(
     ("command", "number", "code"),
     [((BUILD,), signal.SIGTERM, 143), (IN_PLACE, signal.SIGINT, 1)],
