@@ -113,7 +113,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Installa
 def served(installed: Installation) -> Iterator[str]:
     """Starts the server and yields its URL. The server must later end without an error.
 
-    The server has no write access outside of its environment, cache, temporary folder and working directory.
+    The released wheel serves the default model. The wheel of ``make test`` serves the small embedded model. The server
+    has no write access outside of its environment, cache, temporary folder and working directory.
     """
     settings = [part for setting in SETTINGS for part in ("--set", setting)]
     config = [] if RELEASED else ["--config", "llama_tiny_cpu.yaml"]
