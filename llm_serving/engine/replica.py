@@ -69,7 +69,7 @@ class Replica:
         self.has_traces = False
         """True after a request with a trace has arrived. From then on, the times of steps are passed to traces."""
         self.num_steps = 0
-        """Number of steps that completed without an error since the start."""
+        """Number of steps that completed without an error since the engine started."""
         self.wants_canary = False
         """True if the canary must run soon, because all logits of a step were NaN or infinite."""
         self.last_result: float | None = None

@@ -1,2 +1,3 @@
-"""Finds models by name: downloads them from Hugging Face or ModelScope into the usual caches, and lists local models.
+"""Finds models by name, and lists local models. Downloads missing models from Hugging Face or ModelScope into the usual
+caches.
 """

@@ -70,7 +70,7 @@ def choose_files(name: ModelName, files: Sequence[RemoteFile]) -> list[RemoteFil
 
 
 def _is_safe(path: str) -> bool:
-    """Returns True if a path of the hub stays inside the folder of the repository."""
+    """Returns True if a path that the hub states stays inside the folder of the repository."""
     return not path.startswith("/") and ".." not in path.split("/") and "\\" not in path and "\0" not in path
 
 

@@ -66,7 +66,7 @@ class EngineStatus:
     """A value of ``EngineState``."""
     figures: Figures
     steps: int
-    """Number of steps that completed since the start."""
+    """Number of steps that completed since the engine started."""
     last_step_age_s: float | None
     """Seconds since the last step completed. None before the first."""
     agents: list[dict[str, object]]

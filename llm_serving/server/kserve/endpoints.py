@@ -1,4 +1,4 @@
-"""The endpoints ``/v2``: health, descriptions of server and model, ``infer``, ``generate`` and its stream."""
+"""The endpoints ``/v2``: health, descriptions of server and model, ``infer``, ``generate``, ``generate_stream``."""
 
 from __future__ import annotations
 

@@ -75,8 +75,8 @@ class InferRequest(StrictModel):
 def completion_of(
     model: str, prompts: str | Sequence[object], parameters: Mapping[str, Any], *, stream: bool
 ) -> tuple[CompletionRequest, bool]:
-    """Returns a request of ``/v1/completions`` with the same meaning, and whether the response must leave out the
-    prompt.
+    """Converts ``prompts`` and ``parameters`` to a request of ``/v1/completions``. Also returns whether the response
+    must leave out the prompt.
 
     Raises RequestError if the request is wrong.
     """
