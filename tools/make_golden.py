@@ -90,7 +90,7 @@ class Oracle:
     def _check_scaling(self, config: dict[str, Any]) -> None:
         wanted = (config.get("rope_scaling") or {}).get("rope_type", "default")
         found = self._model.config.rope_parameters
-        found = found.get("full_attention", found)["rope_type"]  # Gemma 3 has two, for two kinds of layers
+        found = found.get("full_attention", found)["rope_type"]  # Gemma 3 has a rope type for each kind of layer
         if wanted != found:
             raise SystemExit(f"transformers uses rope type {found}, config.json says {wanted}")
 

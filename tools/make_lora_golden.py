@@ -57,7 +57,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def adapted(name: str, model: Any) -> Any:
-    """Returns the model with a new adapter of PEFT."""
+    """Returns the model with a new adapter, which PEFT creates."""
     from peft import LoraConfig, get_peft_model
 
     usual: dict[str, Any] = {"r": 8, "lora_alpha": 12, "use_rslora": True, "task_type": "CAUSAL_LM"}

@@ -189,7 +189,7 @@ def known_keys() -> set[str]:
 
 
 class Model:
-    """The measured model: its config, a folder with its floats, and tokens for GPTQ."""
+    """The measured model: its config, a folder with its weights as floats, and calibration tokens for GPTQ."""
 
     def __init__(self, config_name: str, source: str, scratch: Path) -> None:
         self.config_name, self._scratch, self._source = config_name, scratch, source

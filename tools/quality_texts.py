@@ -91,7 +91,7 @@ def _parts_of_module(path: Path) -> tuple[str, str]:
 
 
 def _spread(texts: Sequence[str], count: int) -> list[str]:
-    """Returns ``count`` of the texts at equal distances, or all texts if there are fewer."""
+    """Returns ``count`` evenly spaced elements of ``texts``, or all texts if there are fewer."""
     if len(texts) <= count:
         return list(texts)
     return [texts[index * len(texts) // count] for index in range(count)]

@@ -213,7 +213,7 @@ class ExpertRules:
             yield "the bounds are not summed over the chosen groups"
 
     def _are_scores(self, operand: Operand) -> bool:
-        """Returns True for the softmax of the expert router's logits over all experts."""
+        """Returns True if ``operand`` is the softmax of the expert router's logits over all experts."""
         node = self._wiring.node_of(operand)
         if node is None or node.primitive != "Softmax":
             return False
@@ -389,6 +389,6 @@ class ExpertRules:
 
 
 def _is_number(operand: Operand | None, number: float) -> bool:
-    """Returns True for a constant with the value ``number``."""
+    """Returns True if ``operand`` is a constant with the value ``number``."""
     value = None if operand is None or operand.kind != "constant" else operand.value
     return value is not None and np.size(value) == 1 and float(np.reshape(value, -1)[0]) == number

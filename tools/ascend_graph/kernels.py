@@ -159,7 +159,7 @@ class KernelRules:
         kernel = self.paged_attention_kernel(node)
         rank = 0 if query is None else len(query.shape)
         # The kernel reads the second and third size of the query, for any rank of the query. If the rank is not 3, the
-        # kernel takes the sizes for batch, heads, queries, head size. Source: InternalPagedAttentionTilingImpl.
+        # kernel interprets the sizes as batch, heads, queries, head size. Source: InternalPagedAttentionTilingImpl.
         if kernel is Kernel.CUSTOM and rank not in (3, 4):
             yield (
                 f"{kernel.value} is selected, which reads three sizes of the query, but the query has rank {rank}; "

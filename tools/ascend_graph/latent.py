@@ -20,7 +20,7 @@ LATENT_PRIMITIVES = frozenset({"BatchMatMul", "Concat", "Transpose"})
 _HALVES, _PAIRS = 2, 3
 _BY_HEADS = (1, 0, 2)
 _MASKED = -10000.0
-"""Value of a masked position in float16. In bfloat16, it is 1."""
+"""Value of a masked position in float16. In bfloat16, this value is 1."""
 
 Rule = Callable[[Node], Iterator[str]]
 TypeOf = Callable[[Operand], TensorType | None]
@@ -55,7 +55,7 @@ class LatentRules:
         return {name: count * self._layers for name, count in each.items()} | {"RmsNorm": 1 + norms * self._layers}
 
     def weights(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the attention weights of a layer that stay floats for every weight format."""
+        """Returns the shapes of those attention weights of a layer that stay floats in every weight format."""
         latent, heads = self._latent, self._heads
         return {
             "attention.key_up.weight": (heads, latent.nope_dim, latent.rank),
@@ -63,7 +63,7 @@ class LatentRules:
         }
 
     def float_weights(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the layer's other attention weights, for a weight format of floats."""
+        """Returns the shapes of the layer's other attention weights, if the weight format is a float format."""
         latent, queries = self._latent, self._heads * self._latent.head_dim
         shapes: dict[str, tuple[int, ...]] = {
             "attention.joined.weight": ((latent.query_rank or queries) + latent.cache_dim, self._hidden),

@@ -84,7 +84,7 @@ _INSERTED_INPUTS = {"earlier_ids": 1, "places": 1, "inserted": 1}
 _TH = 5
 """The value of FlashAttentionScore's setting ``input_layout`` that stands for the layout TH (MindSpore 2.9)."""
 _MASKED = -10000.0
-"""Value of a masked position in float16. In bfloat16, it is 1."""
+"""Value of a masked position in float16. In bfloat16, this value is 1."""
 
 
 def check_graph(kind: str, graph: Graph, config: Config, forms: LinearForms) -> list[str]:

@@ -1,4 +1,4 @@
-"""Checks the rotary embedding by positions with three dimensions in a graph (``agent.backends.native.sections``)."""
+"""Checks the rotary embedding in a graph whose positions have three dimensions (``agent.backends.native.sections``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tools.ascend_graph.listing import Wiring
 from tools.ascend_graph.mind_ir import Node, Operand, TensorType
 
 SECTION_PRIMITIVES = frozenset({"Concat"})
-"""Primitives that a graph has only with rotary embedding by positions of three dimensions."""
+"""Primitives that a graph has only if its positions have three dimensions."""
 POSITIONS = TensorType("i32", (4, -1))
 """The graph's input ``positions``: the position in the sequence, then time, row and column."""
 

@@ -64,7 +64,9 @@ def num_agents(config: Config) -> int:
 
 
 def shared_bytes(config: Config) -> int:
-    """Returns the bytes of shared memory of all agents: step slots, and memory for exchange within groups."""
+    """Returns the bytes of shared memory of all agents: step slots, and the memory through which the agents of a group
+    exchange data.
+    """
     limits, parallel = config.slot_limits(), config.parallel_config
     slots = SlotLayout.of(limits).slot_bytes * NUM_SLOTS
     return (slots + exchange_bytes(config.shape, limits, parallel)) * parallel.data_parallel

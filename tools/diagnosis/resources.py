@@ -40,8 +40,8 @@ def machine_memory(host: Host) -> Machine | None:
 def check_memory(host: Host, config: Config) -> tuple[MemoryPlan | None, list[Finding]]:
     """Compares the memory plan with the available memory. Returns the plan and the findings.
 
-    The available memory is that of the machine on a CPU, and the value in the config on an NPU. The plan is None if the
-    memory of the machine cannot be read.
+    On a CPU, the available memory is that of the machine. On an NPU, it is the value in the config. The plan is None if
+    the memory of the machine cannot be read.
     """
     machine = machine_memory(host)
     if machine is None:

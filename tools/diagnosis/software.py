@@ -52,7 +52,7 @@ _ISA_FLAGS = (
     ("neon_i8mm", {"asimddp", "i8mm"}),
     ("neon_dot", {"asimddp"}),
 )
-"""Instruction sets of the kernels, best first, with the required flags of /proc/cpuinfo (``processor.h``)."""
+"""Instruction sets of the kernels, fastest first, with the required flags of /proc/cpuinfo (``processor.h``)."""
 
 
 def check_python() -> Iterator[Finding]:
@@ -119,7 +119,7 @@ def _advice(result: CommandResult, otherwise: str) -> str:
 
 
 def check_kernels(host: Host) -> Iterator[Finding]:
-    """Checks that the kernels are built and can be loaded, and for which instruction sets."""
+    """Checks that the kernels are built and can be loaded. Reports their instruction sets."""
     result = _child(host, _KERNELS_CHILD)
     if not result.succeeded:
         advice = "make clean setup on this machine; LLM_KERNELS_ISA=portable until then"
