@@ -14,7 +14,7 @@ from agent.kernels.library import KernelError, load_library, structure
 Array = npt.NDArray[Any]
 Int32Array = npt.NDArray[np.int32]
 _MOVE_WIDTH = 3
-"""Columns of the array of moves."""
+"""Number of columns of the array of block moves, which has one row for each move."""
 _CopyBlocksArgs = structure(
     "CopyBlocksArgs", "pointer: device host moves; int64: num_arrays num_moves block_bytes device_blocks host_blocks"
 )

@@ -18,7 +18,7 @@ from llm_serving.ipc.shm import StepSlot
 _BLOCK = 1
 """Id of the KV block that the steps of the proof write. No request uses it yet, because the agent is not ready."""
 _MOST_TOKENS = 8
-"""Maximum number of tokens in the steps of the proof."""
+"""Maximum number of prompt tokens in the first step of the proof."""
 
 
 def proof_steps(config: Config) -> list[StepSlot]:

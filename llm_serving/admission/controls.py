@@ -46,7 +46,7 @@ MIN_SAMPLES = 16
 fewer outputs, the prediction is the request's maximum output length."""
 
 _AIMD_FACTOR = 4
-"""The adaptive limit on tokens stays between its first value divided by this factor and times this factor."""
+"""The adaptive limit on tokens is at least its first value divided by this factor, and at most the value times it."""
 
 
 class RouterAdmission(Admission):

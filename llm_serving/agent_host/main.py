@@ -32,7 +32,7 @@ DEFAULT_LISTEN = "127.0.0.1:7450"
 MAX_HANDSHAKES = 16
 """Maximum number of connections that are in the handshake at the same time."""
 _ACCEPT_PAUSE_S = 0.2
-"""Seconds that a node waits for a link before it checks whether it must end."""
+"""Seconds that a node waits for a link before it checks whether it must end. Also the pause after a failed accept."""
 
 
 class AgentHost:

@@ -60,7 +60,7 @@ MAX_CONFIG_BYTES = 192 * 1024
 SECRET_BYTES = 32
 """Size of each secret in the messages of a link, in bytes."""
 DIGEST_BYTES = 32
-"""Size of the digest of the program or of a file, in bytes."""
+"""Size of the SHA-256 of a LoRA adapter, in bytes."""
 PART_BYTES = 128 * 1024
 """Maximum bytes of an adapter or of a tile in one frame."""
 PIECE_BYTES = 4 * PART_BYTES

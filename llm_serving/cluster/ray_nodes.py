@@ -23,7 +23,8 @@ DRIVER_MODULE = "llm_serving.ray_driver"
 FIRST_PAUSE_S = 1.0
 """Seconds before Ray's driver is started again after its first failure."""
 LONGEST_PAUSE_S = 30.0
-"""Maximum seconds before Ray's driver is started again. If it ran longer than this, the pause is the first one."""
+"""Maximum seconds before Ray's driver is started again. If the driver ran longer than this, the next pause is
+``FIRST_PAUSE_S`` again."""
 STOP_TIMEOUT_S = 30.0
 """Maximum seconds to wait for the end of Ray's driver, its nodes and their agents."""
 

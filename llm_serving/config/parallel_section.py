@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from llm_serving.config.schema import own
 
 MAX_RANKS = 256
-"""Largest number of agents, stages, replicas or nodes that a setting accepts."""
+"""Maximum number of agents of a server. The settings for agents, stages, replicas and nodes accept at most this number.
+"""
 LOCAL, NODES, RAY = "local", "nodes", "ray"
 """Values of ``executor``: agents on this machine, on nodes, or on nodes that Ray starts."""
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"

@@ -65,14 +65,14 @@ _TOKENIZER_FILES = (
 )
 """Pairs of a tokenizer type and its file in a model folder, the preferred pair first."""
 _CPU_BLOCK_SIZE = 16
-"""Tokens of a KV block on a CPU, if no setting states the block size."""
+"""Tokens of a KV block on a CPU, if ``pa_config.block_size`` is ``auto``."""
 _AUTO_STEP_TOKENS = 2048
 """Maximum number of tokens of a step for ``seq_length: [auto]``. The limit keeps activations small for long contexts.
 """
 _ASCEND_BLOCK_SIZES = (128, 64, 32, 16)
 """Block sizes that the Ascend's PagedAttention supports, the preferred size first. vllm-mindspore also uses 128."""
 _ASCEND_BLOCK_ELEMENTS = 16_384
-"""Maximum of block size times head size on an Ascend, if no setting states the block size."""
+"""Maximum of block size times head size on an Ascend, if ``pa_config.block_size`` is ``auto``."""
 _TORCH_PATTERNS = ("*.bin", "*.pt", "*.pth")
 _COMPARED_SIZES = (
     "hidden_size",

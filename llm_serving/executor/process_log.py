@@ -18,7 +18,7 @@ from llm_serving.telemetry.log_file import LogFile, LossReports, Rotation
 PIPE_BYTES = 1024 * 1024
 """Size of the pipe for a process's output. If the pipe is full, the process waits until the server has read from it."""
 MAX_LINE_BYTES = 64 * 1024
-"""Maximum bytes of a process's output that are read at a time."""
+"""Maximum bytes of a process's output that are read at a time. A longer line is split."""
 END_WAIT_S = 1.0
 """Maximum seconds to wait for the end of the output after a process has ended.
 

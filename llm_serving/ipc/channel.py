@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from llm_serving.errors import ProtocolError
 
 MAX_FRAME_BYTES = 256 * 1024
-"""Maximum size of a message between server and agent."""
+"""Default of the maximum size of a message in a frame, in bytes."""
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 64 * 1024
 """Bytes that are read at a time from a socket."""

@@ -22,13 +22,13 @@ from llm_serving.errors import ProtocolError
 from llm_serving.ipc.messages import NONCE_BYTES, check_proof, prove
 
 MAX_FACTS_BYTES = 8192
-"""Maximum size of the facts in the first message of a connection between machines."""
+"""Maximum size in bytes of the facts that the sender states about its memory when it opens a connection."""
 _ROLE = "sender"
 _CHALLENGE = struct.Struct(f"<8s{NONCE_BYTES}s")
 _HELLO = struct.Struct("<8s32sI")
 _REPLY = struct.Struct("<8sI")
 _MAX_ERROR_BYTES = 1024
-"""Maximum size of the error with which the other side refuses a connection."""
+"""Maximum size of the error text with which the receiver refuses a connection, in bytes."""
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 """TCP keep-alive: seconds until the first check of an idle connection, and seconds between two checks. The third number
 is the number of checks without a reply after which the connection ends.

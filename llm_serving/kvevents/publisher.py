@@ -26,7 +26,7 @@ END = (-1).to_bytes(8, "big", signed=True)
 _MAX_BATCH = 4096
 """Maximum number of changes in one published message."""
 _LINGER_MS = 200
-"""Milliseconds that a stopping publisher waits until its last messages are sent."""
+"""Maximum milliseconds that a stopping publisher waits until its last messages are sent."""
 _COLLECT_MS = 20
 """Milliseconds for which the thread collects changes before it sends them as one batch."""
 _QUIET_ROUNDS = 50

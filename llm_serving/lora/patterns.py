@@ -12,7 +12,7 @@ import re
 from llm_serving.errors import AdapterError
 
 MAX_PATTERN_CHARS = 1024
-"""Maximum length of a pattern."""
+"""Maximum length of a regular expression in ``adapter_config.json``, in characters."""
 MAX_REPETITIONS = 4
 """Maximum number of repetitions in a pattern, because each of them multiplies the time to match a name."""
 _REPEATED_GROUP = re.compile(r"\)[*+{]")

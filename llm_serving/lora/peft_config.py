@@ -17,9 +17,9 @@ CONFIG_FILE = "adapter_config.json"
 MAX_CONFIG_BYTES = 1024 * 1024
 """Maximum size of ``adapter_config.json``."""
 MAX_PATTERNS = 4096
-"""Maximum number of names in a list or mapping of ``adapter_config.json``."""
+"""Maximum number of names in a mapping of ``adapter_config.json``, for example in ``rank_pattern``."""
 _MAX_RANK = 1 << 16
-"""Largest rank that can be read."""
+"""Largest rank that ``adapter_config.json`` may state. ``lora_config.max_rank`` is checked separately."""
 ALL_LINEAR = "all-linear"
 
 _REFUSED = {

@@ -15,11 +15,11 @@ MAX_RANK = 16_384
 MAX_HEAD_PART = 4_096
 """Largest size of each part of a head."""
 MAX_SHARED_EXPERTS = 1_024
-"""Maximum number of shared experts."""
+"""Maximum number of shared experts of a layer."""
 MAX_EXTRA_LAYERS = 64
 """Maximum number of layers for multi-token prediction."""
 _MAX_FACTOR = 1e6
-"""Largest factor of the rotary angles, and of the weights of experts."""
+"""Largest value of ``routed_scaling_factor``, and of ``factor`` and ``mscale_all_dim`` of the rotary scaling."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ MAX_EXPERTS = 4096
 MAX_WINDOW = 16 * 1024 * 1024
 """Maximum size of a sliding window, in tokens."""
 _MAX_INTERMEDIATE_SIZE = 8 * 65_536
-"""Maximum inner size of a gated MLP."""
+"""Maximum inner size of an expert, and of the shared experts of a layer."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 

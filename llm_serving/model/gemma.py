@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from llm_serving.formats.typed_fields import TypedFields
 
 _MAX_SCALAR = 1 << 20
-"""Largest number whose square root divides the queries."""
+"""Largest number by whose square root the scores of attention are divided."""
 _MAX_PATTERN = 1024
 """Maximum distance between two layers with global attention."""
 _GLOBAL_BASE, _LOCAL_BASE = 1_000_000.0, 10_000.0

@@ -10,7 +10,7 @@ from llm_serving.formats.typed_fields import TypedFields
 MAX_POSITIONS = 16 * 1024 * 1024
 """Maximum context of a model, in tokens."""
 _MAX_FACTOR = 1e6
-"""Largest factor by which a context is stretched."""
+"""Largest value of the factors, rotations and divisors that a rotary scaling states."""
 _MAX_DIVISORS = 4096
 """Maximum number of divisors of the rotary frequencies."""
 _TYPES = ("default", "none", "linear", "dynamic", "llama3", "yarn", "longrope", "su")

@@ -31,7 +31,7 @@ from llm_serving.model.rope import MAX_POSITIONS, RopeScaling, read_rope_scaling
 from llm_serving.model.vision import QWEN_TEXT, VisionShape, read_vision, text_fields
 
 MAX_CONFIG_JSON_BYTES = 1024 * 1024
-"""Maximum size of ``config.json``."""
+"""Maximum size in bytes of ``config.json``, and of ``generation_config.json``."""
 MAX_HIDDEN_SIZE = 65_536
 """Maximum hidden size of a model."""
 MAX_LAYERS = 1_024

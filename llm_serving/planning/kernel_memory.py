@@ -67,7 +67,7 @@ PANEL_COLUMNS = 64
 TASK_ROWS = 192
 """Query rows in a task of paged attention (``kTaskRows`` of ``agent/kernels/ops``). A thread has about 8 tasks."""
 PARTITION_TOKENS = 256
-"""Tokens that paged attention reads at a time (``kPartition`` of agent/kernels/ops/paged_units.h)."""
+"""Keys that share one pass of the softmax in paged attention (``kPartition`` of agent/kernels/ops/paged_units.h)."""
 MOST_LAID_OUT_BYTES = 64 << 20
 """Maximum bytes of a prompt's keys and values in the layout that the kernel reads (``kMostLaidOutBytes`` of
 agent/kernels/ops/paged_layout.h).

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 START_TIMEOUT_S = 60.0
-"""Maximum seconds until a node that Ray placed has started."""
+"""Maximum seconds to wait for the exit code of a node that did not start."""
 
 
 class HostActor:

@@ -36,7 +36,7 @@ MAX_PREFIX_IDS = 131072
 MAX_NAME_CHARS = 256
 """Maximum length of ids and names in a request."""
 MAX_LOGPROBS = 20
-"""Maximum number of log-probabilities for each token of a response."""
+"""Maximum number of log-probabilities for each token of a prompt or of a response."""
 DEFAULT_REQUEST_CONTEXTS = 64
 """By default, ``serving_config.max_request_tokens`` is this multiple of the maximum length of a sequence."""
 MAX_LOGPROB_ENTRIES = 1 << 20

@@ -36,7 +36,9 @@ with sampled tokens. Short matches often occur by coincidence, so steps verify t
 right.
 """
 _PRIOR_WEIGHT, _CLASS_DECAY, _OWN_DECAY = 4.0, 0.98, 0.85
-"""Weight of the first guess, and how slowly old drafts are forgotten: those of all sequences, then of one sequence."""
+"""``_PRIOR_WEIGHT``: the weight of ``_FIRST_CHANCE``, as a number of drafts. The other two: each new draft multiplies
+the weights of earlier drafts by this factor, of the drafts of all sequences and of the drafts of one sequence.
+"""
 
 
 class StepCosts:

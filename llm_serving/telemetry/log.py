@@ -40,9 +40,9 @@ SMALLEST_LINE_CAP = 8 * 1024
 """Smallest limit for the size of a line that a caller may choose."""
 RESERVED = ("time", "level", "event")
 MAX_DEPTH = 6
-"""Maximum depth of nested values in an event."""
+"""Maximum depth of nested values in an event that JSON cannot represent directly. Deeper values become text."""
 SHORT_TEXT = 256
-"""Maximum length of a text in an event whose line is too long."""
+"""Maximum length in characters of a text in an event whose line is too long, or that JSON cannot represent directly."""
 MIRROR_BYTES = 4000
 """Maximum bytes of a message on standard error. Below PIPE_BUF (4096), so a write to a pipe with space never waits."""
 MIRROR_HEAD_BYTES, MIRROR_TAIL_BYTES = 1000, 2800

@@ -52,7 +52,7 @@ DEFAULT_AGEING_S = 30.0
 """Ageing: the seconds of waiting that are worth one level of priority."""
 
 _Item = TypeVar("_Item", bound=Hashable)
-_SLACK = 8  # entries that the heap may have in excess before it is rebuilt
+_SLACK = 8  # the heap is rebuilt if its entries exceed twice the valid ones by more than this number
 
 MAX_IDLE_CLASSES = 64
 """Maximum number of priorities without waiting requests whose counters are kept. If there are more, the counters of the

@@ -30,7 +30,7 @@ _MXFP4 = "MXFP4"
 _EXACT[_MXFP4] = SCHEME
 _ROUNDED = Scheme("int8", GGUF_GROUP)
 _SCALE_BYTES = 2
-"""Size of a scale in a block."""
+"""Size of the float16 scale at the start of a block, in bytes."""
 _PIECE_ELEMENTS = 1 << 20
 """Approximate number of elements that are converted at a time."""
 

@@ -34,9 +34,9 @@ from llm_serving.server.in_process import App, call_handler
 from llm_serving.server.state import Endpoint
 
 _RETRY_S = 0.5
-"""Minimum seconds before a refused line of a batch is tried again."""
+"""Minimum seconds before a line of a batch is tried again, after a refusal or a failure."""
 _MAX_RETRY_S = 30.0
-"""Maximum seconds before a refused line of a batch is tried again."""
+"""Maximum seconds before a refused line of a batch is tried again, even if ``Retry-After`` is longer."""
 _MAX_LOSSES = 3
 """A line fails if agents were lost in this number of attempts to compute the line."""
 _SAVE_S = 1.0

@@ -17,7 +17,7 @@ from llm_serving.server.state import Endpoint, ServerState
 __all__ = ["ENDPOINTS"]
 
 MAX_NAME_CHARS = 300
-"""Maximum length of the address of a node."""
+"""Maximum length of the address and of the name of a node, in characters."""
 MAX_DRAIN_S = 86400.0
 """Maximum seconds that a client may grant a node to finish its requests: one day."""
 
