@@ -37,9 +37,9 @@ from performance.models.folders import write_model  # noqa: E402
 from performance.models.variants import FAMILY_VARIANTS, VARIANTS  # noqa: E402
 
 NUM_TOKENS = 64
-"""Number of tokens that are generated."""
+"""Number of tokens that the model generates after each prompt."""
 TOP = 4
-"""Number of best candidates whose logits are stored."""
+"""Number of best candidates for each token whose logits are stored."""
 MIN_MARGIN = 0.02
 """Minimum difference between the two best logits of a token."""
 PROMPT_LENGTHS = (1, 17, 100)

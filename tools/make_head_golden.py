@@ -34,13 +34,13 @@ from performance.models.folders import write_model  # noqa: E402
 from performance.models.heads import eagle_variant, mtp_variant, write_eagle_head, write_mtp_model  # noqa: E402
 
 NUM_TOKENS = 40
-"""Number of tokens that are generated."""
+"""Number of greedy tokens that the main model generates after the prompt."""
 PROMPT_LENGTH = 21
-"""Number of tokens of each prompt."""
+"""Number of tokens of the random prompt."""
 GUESSES = 4
-"""Number of guesses at each position."""
+"""Maximum number of guesses of the head at each position."""
 MIN_MARGIN = 2e-3
-"""Minimum difference between the two best logits of a guess."""
+"""Minimum difference between the two best logits of a guess. The guesses from the first smaller one on are left out."""
 
 Guess = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Type of functions that run a head. They take the hidden state and the next token of all positions, and return the

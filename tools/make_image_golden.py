@@ -40,7 +40,7 @@ from performance.models.vision import (  # noqa: E402
 from tools.make_lora_golden import fill, saved  # noqa: E402
 
 NUM_TOKENS = 32
-"""Number of tokens that are generated."""
+"""Number of tokens that the model generates after each prompt."""
 SAMPLED = 97
 """The file has every 97th input value of the encoder."""
 PROMPTS = (("t5 t9 t17", (0,), ""), ("", (1,), "t40 t41"), ("t8", (2, 0), "t3"), ("t100 t7", (3,), "t250"))

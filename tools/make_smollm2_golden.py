@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_TOKENS = 96
-"""Maximum number of tokens that are generated."""
+"""Maximum number of greedy tokens after each question."""
 QUESTIONS = (
     "What is the capital of France?",
     "What is the capital of Japan?",

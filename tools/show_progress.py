@@ -18,9 +18,9 @@ import time
 from typing import NoReturn
 
 SECONDS = 4.0
-"""Seconds between two lines."""
+"""Default of the seconds between two lines of progress."""
 WIDTH = 72
-"""Maximum length of the shown output, in characters."""
+"""Number of characters that are shown of the command's last line of output."""
 PATIENCE_S = 1.0, 10.0
 """Times that an interrupted command has to end: by itself, because Ctrl-C reaches it too, and then after SIGTERM."""
 

@@ -37,7 +37,7 @@ right.
 """
 _PRIOR_WEIGHT, _CLASS_DECAY, _OWN_DECAY = 4.0, 0.98, 0.85
 """``_PRIOR_WEIGHT``: the weight of ``_FIRST_CHANCE``, as a number of drafts. The other two: each new draft multiplies
-the weights of earlier drafts by this factor, of the drafts of all sequences and of the drafts of one sequence.
+the weights of earlier drafts by this factor. ``_CLASS_DECAY`` is for all sequences, ``_OWN_DECAY`` for one sequence.
 """
 
 

@@ -33,7 +33,7 @@ STORED_HEADER_BYTES = 64
 """Size of the header of a block in the hand-over pool."""
 GIGA = 1e9
 REQUEST_TIMEOUT_S = 600.0
-"""Maximum seconds for all transfers."""
+"""Maximum seconds of one transfer of all blocks, and until the node knows the digest of the weights."""
 
 Results = dict[str, float]
 

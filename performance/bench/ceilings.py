@@ -17,7 +17,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAM = REPOSITORY / "performance" / "ceilings"
 ATTEMPT_SECONDS = 0.1
-"""Seconds of each measurement of a ceiling."""
+"""Seconds of each attempt to reach a ceiling. A ceiling is the best of several attempts."""
 TIMEOUT_S = 60.0
 """Maximum seconds for the measurement of all ceilings."""
 DRIFT = 1.15

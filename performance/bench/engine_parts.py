@@ -24,7 +24,7 @@ PROMPT_TOKENS = 64
 BLOCK_SIZE = 16
 """Tokens of a KV block."""
 WARM_UP_STEPS = 20
-"""Number of first steps that are not measured."""
+"""Number of decode steps of each engine before the measurement."""
 FIRST_TOKEN_ID = 300
 """Smallest token id in prompts and outputs. From this id on, the embedded model's vocabulary has only plain text."""
 

@@ -36,9 +36,10 @@ GROUP = 64
 BLOCK_SIZE = 16
 """Tokens of a KV block."""
 DECODE_SEQS, DECODE_CONTEXT = 64, 512
-"""Sequences of the measured decode steps, and the tokens of their contexts."""
+"""Sequences of a measured decode step, and the tokens of their contexts. Shapes with large KV heads have a quarter of
+the sequences."""
 PREFILL_TOKENS = 2048
-"""Tokens of the measured prompts."""
+"""Tokens of the measured prompt, and of the context of the measured chunk."""
 DTYPE = "bfloat16"
 CACHE_LINE = 64
 """Arrays begin at multiples of this number of bytes."""

@@ -53,7 +53,7 @@ MIB = 1 << 20
 SHORT_PROMPT, OUTPUT = 16, 16
 """Tokens of a short prompt, and tokens of each output."""
 REQUEST_TIMEOUT_S = 3600.0
-"""Maximum seconds of a request."""
+"""Maximum seconds of a request, and from the last response until the memory has settled."""
 STARTS = ("first start", "second start")
 SERVER, REST = "server", "agents: the rest"
 

@@ -29,7 +29,7 @@ from performance.load.server_process import configured_server
 from performance.program import exits_with_errors, write_json
 
 START_TIMEOUT_S = 600.0
-"""Maximum seconds until the server has started."""
+"""Maximum seconds of the server's start, and of each command or request."""
 MAIN, NAME = "llama_tiny", "measured"
 MIB = 1024 * 1024
 SETTLE_INTERVAL_S, SETTLED_LOOKS, SETTLE_LIMIT_S = 1.0, 3, 120.0

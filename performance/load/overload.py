@@ -98,7 +98,8 @@ MIN_GOODPUT_SHARE = 0.95
 MAX_REFUSAL_MS = 20.0
 """Maximum 99th percentile of the time until a request is refused, in milliseconds."""
 MAX_LIGHT_TTFT_RATIO = 1.5
-"""Maximum ratio of the light keys' time to first token with and without overload."""
+"""Maximum 99th percentile of the light keys' time to first token under overload, divided by the one of the load
+``alone``."""
 LIGHT_SEED = 500_000
 """Added to the seed for the loads ``alone`` and ``overload``. The light keys must send the same requests in both."""
 

@@ -56,7 +56,7 @@ VISION = {
 SCALE_FACTOR = 2
 """The encoder's rows of a square of patches become one row. This number is the square's edge in patches."""
 LONGEST_EDGE = 144
-"""Longest edge of an image, in pixels."""
+"""Longer edge of an image after the resize, in pixels."""
 MAX_PARTS = LONGEST_EDGE // 48
 """Maximum number of tiles along an edge of an image."""
 _NAMED = (

@@ -36,7 +36,7 @@ from performance.terminal import format_number, format_table
 FOLDER = Path(__file__).resolve().parent
 KINDS = ("openvino", "vllm", "llama_cpp")
 MAX_STEP_TOKENS = 4096
-"""Maximum number of tokens of a step."""
+"""Maximum number of tokens in a step of an engine."""
 OUTPUT_TAIL = 3000
 """Number of last characters of a failed engine's output that the error shows."""
 

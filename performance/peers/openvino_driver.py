@@ -10,7 +10,7 @@ import openvino as ov
 import openvino_genai as genai
 
 BLOCK_TOKENS = 32
-"""Tokens of a KV block."""
+"""Tokens of a KV block of OpenVINO on a CPU."""
 
 
 def make_generate(request: dict[str, Any]) -> driver.Generate:

@@ -64,11 +64,11 @@ TERMS = (
 OUTLIER = 3.0
 """Later fits leave out steps that took more than this multiple of the predicted time."""
 ROUNDS = 5
-"""Number of times that the coefficients are fitted."""
+"""Number of consecutive fits. Each later fit takes its weights from the times that the fit before it predicts."""
 NUM_QUANTILES = 99
 """Number of quantiles of the ratio between measured and predicted times."""
 MIN_STEPS = 50
-"""Minimum number of steps for a fit."""
+"""Minimum number of steps with a time, for a fit and for a measurement of the speed."""
 MIN_STEPS_OF_KIND = 10
 """Minimum number of steps of a kind (such as steps with prompts) for a slowdown of this kind."""
 TOLERANCE = 1e-10

@@ -57,7 +57,7 @@ STREAMS, STREAM_TOKENS, LONG_PROMPT, LONG_AT_S = 32, 400, 4032, 4.0
 arrival time in seconds.
 """
 STUDY_CLIENTS, STUDY_REQUESTS, SHOWN_S = 50, 1000, 20.0
-"""Load of the picture about batching modes: clients, requests, and the seconds that are shown."""
+"""Load of the picture about batching modes: clients, requests, and the number of seconds that are shown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from tools.diagnosis.redaction import redact_environment, redact_log, redact_tex
 MAX_FILE_BYTES = 8 << 20
 """Maximum size of a log in the bundle. The end of a longer log is kept."""
 MAX_TOTAL_BYTES = 64 << 20
-"""Maximum size of all files of a bundle."""
+"""Maximum size of all files of a bundle together, before compression."""
 MAX_FILES = 200
 """Maximum number of files of a bundle."""
 _ENVIRONMENT = (

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 COMMAND_TIMEOUT_S = 30.0
-"""Maximum seconds of a command."""
+"""Default of the maximum run time of a command, in seconds."""
 URL_TIMEOUT_S = 5.0
 """Maximum seconds to wait for a server's response."""
 _MAX_TEXT_BYTES = 1024 * 1024
-"""Maximum size of a server's response that is read."""
+"""Maximum length of a server's response or of a file that is read. The rest is ignored."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from datetime import datetime
 from tools.diagnosis.catalogue import Entry, find, find_in_words
 
 MAX_LINE_CHARS = 8192
-"""Maximum length of a line that is read."""
+"""Number of characters after which the text of a log line is cut."""
 
 _STAMP = re.compile(r"(\d{4})-(\d\d)-(\d\d)[-T ](\d\d):(\d\d):(\d\d)(?:[.,](\d{3})(?:\.?(\d{3}))?)?")
 _QUIET = re.compile(r"\s*(\[rank\d+\]:\s*)?\[(INFO|DEBUG|EVENT|TRACE)\]|^\S+ \S+ (INFO|DEBUG) ")

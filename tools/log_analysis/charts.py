@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDTH_INCHES, CHART_INCHES = 9.2, 2.0
-"""Width of the charts, and height of each chart."""
+"""Width of the charts and height of each chart, in inches."""
 UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 FIXED = {"svg.hashsalt": "log", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 8}
 """Settings of matplotlib. With them, equal data gives equal files, and text is stored as text instead of curves."""

@@ -14,7 +14,7 @@ MAX_LINE_BYTES = 1024 * 1024
 MAX_TIME = 1e11
 """Unix seconds in the year 5138. A larger number in a log line is not a time, so the line is rejected."""
 KEPT_BAD_LINES = 5
-"""Number of unreadable lines that are shown."""
+"""Number of first unreadable lines that are kept with their reasons."""
 
 
 class LineSource(Protocol):

@@ -19,7 +19,7 @@ from tools.log_analysis.records import RequestEnd
 SLOW_SHARE = 0.01
 """Fraction of the requests that count as slow."""
 MIN_SLOW = 5
-"""Minimum number of requests that count as slow."""
+"""Minimum number of requests that count as slow. In a short log, at most half of the requests are slow."""
 MAX_SLOW = 2000
 """Maximum number of slow requests that are stored: 1 % of 200 000."""
 MAX_SAMPLE = 100_000

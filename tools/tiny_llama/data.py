@@ -11,7 +11,7 @@ from .corpus import training_documents
 from .tokenizer import BOS_ID, encode_document, render
 
 HELD_OUT_SHARE = 32
-"""One of this number of documents is held out."""
+"""The held-out fraction of the documents is 1 divided by this number."""
 PACKING_BUFFER = 200
 """Number of documents from which a training row is packed."""
 

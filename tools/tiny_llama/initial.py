@@ -24,7 +24,7 @@ WRITTEN = 0.14
 SHARPNESS = (10.0, 8.0, 6.0, 4.0, 2.0, 1.0)
 """Weight of each rotary frequency, the fastest first, in the attention scores of the previous-token head."""
 MATCH_GAIN = 2.0
-"""Scale of the queries that look for an equal token."""
+"""Scale of the queries and keys of the heads that look for an earlier occurrence of the current token."""
 
 
 class Circuit:
