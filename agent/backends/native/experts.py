@@ -114,7 +114,8 @@ class _WeightOnlyProducts(nn.Cell):
 class _SoftmaxRouter(nn.Cell):
     """Chooses the experts with the largest values of a softmax over all experts.
 
-    Returns the weights of the chosen experts, float32 [tokens, chosen], and their numbers, int32 [tokens, chosen]."""
+    Returns the weights of the chosen experts, float32 [tokens, chosen], and their numbers, int32 [tokens, chosen].
+    """
 
     def __init__(self, experts: Experts) -> None:
         super().__init__()

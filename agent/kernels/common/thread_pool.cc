@@ -70,7 +70,7 @@ thread_local bool inside_task = false;
 //
 // `state_` has three parts: epoch << 17 | open << 16 | workers. `epoch` is the number of loops that have begun, and
 // `workers` is the number of workers that run the current loop. A worker may join a loop only while `open` is 1. So the
-// caller does not wait for workers that wake late, and these workers cannot enter a finished loop.
+// caller does not wait for workers that wake after the loop has closed, and these workers cannot enter a finished loop.
 class ThreadPool {
  public:
   ThreadPool() {

@@ -577,7 +577,8 @@ static inline void attend_paged(const RotaryAttentionArgs& args) {
   plan.tasks = reinterpret_cast<PagedTask*>(memory + part_bytes);
   plan.joins = reinterpret_cast<PagedJoin*>(memory + part_bytes + task_bytes);
   plan_tasks(args, padded_dim, &plan);
-  // A thread claims its next task early, so that it can prefetch the first keys of this task.
+  // Before a thread runs a task, it also claims its next task. So the current task can prefetch the first keys of the
+  // next one.
   int64_t claimed = 0;
   const auto claim = [&] {
     const int64_t i = __atomic_fetch_add(&claimed, 1, __ATOMIC_RELAXED);

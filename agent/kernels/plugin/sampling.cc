@@ -24,8 +24,8 @@ int16_t order_of(uint16_t bits, int16_t infinity) {
 }
 
 // Returns the index of the largest element of a row, the first index on a tie. Works in chunks. The loop over a chunk
-// has no early exit, so that the compiler vectorises it. Afterwards only the first chunk with the largest element is
-// searched.
+// has no exit before its end, so that the compiler vectorises it. Afterwards only the first chunk with the largest
+// element is searched.
 template <class T>
 int64_t largest_of(const T* row, int64_t size) {
   constexpr int16_t kInfinity = std::is_same_v<T, half_t> ? 0x7C00u : 0x7F80u;
