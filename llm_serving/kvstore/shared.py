@@ -79,7 +79,8 @@ class SharedFolder:
         self._trimmed_at = float("-inf")
         self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._marks = DistrustMarks(self._own)
-        self.has_doubt()
+        with contextlib.suppress(OSError):  # the next looks of ``SharedTier`` report the failure and the recovery
+            self.has_doubt()
         self.scan()
         self._trim()
 
@@ -89,8 +90,10 @@ class SharedFolder:
         return len(self._index)
 
     def find(self, chained_hash: bytes) -> Place | None:
-        """Returns the place of a block that the folder had at the last scan. Any thread may call it."""
-        return self._index.get(chained_hash)
+        """Returns the place of a block that the folder had at the last scan. Returns None while the marks of other
+        machines cannot be read, because ``read`` would fail. Any thread may call it.
+        """
+        return self._index.get(chained_hash) if self._marks.are_known else None
 
     def scan(self) -> None:
         """Updates the index from the names of the files. Reads only folders that have changed since the last scan.
@@ -247,6 +250,8 @@ class SharedTier(FileTier):
         super().__init__(on_problem, clock)
         self.mover = Mover(self._note_error, LOOK_S, self.look)
         self._quiet_until = float("-inf")
+        self._lacks_marks = False
+        """True after a report that the marks cannot be read, until they can be read again."""
         self._folder = folder
         self._max_bytes = max_bytes
         self._scanned_at = float("-inf")
@@ -261,7 +266,8 @@ class SharedTier(FileTier):
 
     def find(self, key: BlockKey) -> Place | None:
         """Returns the place of a block, or None. If the last scan is older than ``SCAN_S`` seconds, asks the mover for
-        another one. After a call of ``distrust``, returns None for ``QUIET_S`` seconds.
+        another one. Returns None for ``QUIET_S`` seconds after a call of ``distrust``, and while the marks cannot be
+        read.
         """
         if self._records is not None and self._clock() - self._scanned_at >= SCAN_S:
             self._scanned_at = self._clock()
@@ -282,19 +288,32 @@ class SharedTier(FileTier):
 
     def look(self) -> None:
         """Reads the marks of other machines. If this machine has read blocks that are distrusted now, raises
-        ``num_doubts`` and wakes the engines.
+        ``num_doubts`` and wakes the engines. Reports when the marks cannot be read, and when they can be read again.
         """
-        with contextlib.suppress(OSError):  # while the marks cannot be read, each read of a block is a miss
-            if isinstance(self._last, SharedFolder) and self._last.has_doubt():
-                self.num_doubts += 1
-                self._on_problem(
-                    "another machine has distrusted blocks in the shared folder that this server has read; all caches "
-                    "become empty, and running requests with cached blocks are computed again"
-                )
-                self._changed()
+        if not isinstance(self._last, SharedFolder):
+            return
+        try:
+            has_doubt = self._last.has_doubt()
+        except OSError as error:
+            if not self._lacks_marks:
+                self._lacks_marks = True
+                self._on_problem(f"the shared tier reads no blocks while the marks cannot be read: {error}")
+            return
+        if self._lacks_marks:
+            self._lacks_marks = False
+            self._on_problem("the shared tier reads blocks again, because the marks can be read again")
+        if has_doubt:
+            self.num_doubts += 1
+            self._on_problem(
+                "another machine has distrusted blocks in the shared folder that this server has read; all caches "
+                "become empty, and running requests with cached blocks are computed again"
+            )
+            self._changed()
 
     def content(self, place: Place, key: BlockKey) -> bytes | None:
-        """Returns the content of a block, or None if it was removed, is damaged or distrusted."""
+        """Returns the content of a block, or None if it was removed, is damaged or distrusted. Also returns None while
+        the marks cannot be read.
+        """
         self.look()
         return super().content(place, key)
 

@@ -223,6 +223,50 @@ def test_while_the_marks_cannot_be_read_every_block_is_a_miss(tmp_path, monkeypa
     assert (ours.read(place, key(1)), ours.num_rejected) == (content(1), 0)
 
 
+def opened_tier(folder, problems) -> SharedTier:
+    """Returns a tier that is open. Another machine has written block 1 before."""
+    shared(folder).append(key(1), content(1))
+    tier, mover = SharedTier(folder, 1 << 20, problems.append), ManualMover()
+    tier.mover = mover  # type: ignore[assignment]
+    tier.open(lambda: NAMESPACE)
+    mover.run()
+    return tier
+
+
+def test_while_the_marks_cannot_be_read_the_tier_finds_nothing_and_reports_it_once(tmp_path):
+    problems = []
+    tier, marks = opened_tier(tmp_path, problems), tmp_path / NAMESPACE.hex() / "distrusted"
+    for number in (1, 2):
+        place = tier.find(key(1))
+        assert place is not None
+        marks.touch()  # a file instead of a folder cannot be listed
+        tier.look()
+        tier.look()
+        assert (tier.find(key(1)), tier.content(place, key(1)), tier.may_write) == (None, None, True)
+        assert len(problems) == 2 * number - 1
+        assert "reads no blocks while the marks cannot be read: [Errno 20]" in problems[-1]
+        marks.unlink()
+        tier.look()
+        tier.look()
+        assert tier.content(tier.find(key(1)), key(1)) == content(1)
+        assert len(problems) == 2 * number
+        assert "reads blocks again" in problems[-1]
+
+
+def test_a_tier_opens_while_the_marks_cannot_be_read(tmp_path):
+    problems = []
+    marks = tmp_path / NAMESPACE.hex() / "distrusted"
+    marks.parent.mkdir()
+    marks.touch()
+    tier = opened_tier(tmp_path, problems)
+    assert (tier.find(key(1)), tier.may_write) == (None, True)
+    tier.look()
+    marks.unlink()
+    tier.look()
+    assert tier.content(tier.find(key(1)), key(1)) == content(1)
+    assert ["reads no blocks" in problems[0], "reads blocks again" in problems[1]] == [True, True]
+
+
 def test_after_a_distrust_a_machine_neither_reads_nor_writes_for_some_time(tmp_path):
     """Meanwhile, machines that have read its blocks distrust their own ones."""
     now = [100.0]
