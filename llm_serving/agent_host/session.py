@@ -324,7 +324,7 @@ class Session:
 
     def _take_data(self, message: link.SendBlocks | link.LoadAdapter | link.AdapterPart | link.TilePart) -> None:
         """Passes a message to the object that has the memory for it. Raises ProtocolError if there is none."""
-        self._excuse_sleep()
+        self._note_awaited_data()
         if isinstance(message, link.SendBlocks) and self.handed_blocks is not None:
             self.handed_blocks.send(message)
         elif isinstance(message, link.TilePart) and self._tiles is not None:
@@ -336,9 +336,9 @@ class Session:
         else:
             raise ProtocolError(f"the server sent {type(message).__name__}; {_NEEDED[type(message)]}")
 
-    def _excuse_sleep(self) -> None:
+    def _note_awaited_data(self) -> None:
         """Notes that data from the server arrive now, if agents may sleep because the masks of their step wait behind
-        these data.
+        these data. While such data arrive, the node ignores that its agents sleep.
 
         Agents wait at most ``MASK_TIMEOUT_S`` for masks. So even an endless stream of data does not hide agents that
         hang.
@@ -392,7 +392,7 @@ class Session:
             )
         if isinstance(message, messages.Masks):
             self._contents[slot].write_masks(contents)
-            self._excuse_sleep()
+            self._note_awaited_data()
             self._lacks_masks.discard(slot)
             return
         self._contents[slot].write_inputs(message.seq, contents)

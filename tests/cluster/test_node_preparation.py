@@ -109,7 +109,12 @@ def test_a_node_reports_when_its_agents_begin_and_end_to_do_nothing(session):
     node._report_quiet(group)
     node.bridge.last_update = 11.0
     node._report_quiet(group)
-    assert session.channel.sent == [link.control(link.Quiet(is_quiet)) for is_quiet in (True, False)]
+    node.bridge.last_update = 5.0
+    node._report_quiet(group)
+    node._last_data = 11.0
+    node._report_quiet(group)
+    changes = (True, False, True, False)
+    assert session.channel.sent == [link.control(link.Quiet(is_quiet)) for is_quiet in changes]
 
 
 def give_step(node, num_masks):
@@ -120,7 +125,7 @@ def give_step(node, num_masks):
     node._write(messages.Prefill(seq=0, slot=0), memoryview(b""))
 
 
-def test_data_of_the_server_excuse_agents_that_wait_for_masks(session):
+def test_a_node_ignores_sleeping_agents_while_data_arrive_before_their_masks(session):
     """On a slow network, the masks of a step may wait behind the tiles of the next one."""
     node, begun = session.it, time.monotonic()
     node._tiles = SimpleNamespace(write=lambda part: None)
@@ -135,7 +140,7 @@ def test_data_of_the_server_excuse_agents_that_wait_for_masks(session):
     assert node._last_data == 0.0, "the masks have arrived"
 
 
-def test_data_of_the_server_do_not_excuse_a_step_without_masks(session):
+def test_data_of_the_server_do_not_count_during_a_step_without_masks(session):
     node = session.it
     node._tiles = SimpleNamespace(write=lambda part: None)
     give_step(node, num_masks=0)
@@ -143,7 +148,7 @@ def test_data_of_the_server_do_not_excuse_a_step_without_masks(session):
     assert node._last_data == 0.0
 
 
-def test_the_masks_of_an_ended_step_excuse_nothing(session):
+def test_data_of_the_server_do_not_count_after_the_end_of_a_step_with_masks(session):
     node = session.it
     node._tiles = SimpleNamespace(write=lambda part: None)
     give_step(node, num_masks=1)
@@ -152,7 +157,7 @@ def test_the_masks_of_an_ended_step_excuse_nothing(session):
     assert node._last_data == 0.0
 
 
-def test_data_of_the_server_excuse_agents_only_while_they_may_wait_for_masks(session, monkeypatch):
+def test_data_of_the_server_count_only_while_agents_may_wait_for_masks(session, monkeypatch):
     monkeypatch.setattr(messages, "MASK_TIMEOUT_S", 0.0)
     node = session.it
     node._tiles = SimpleNamespace(write=lambda part: None)

@@ -78,7 +78,7 @@ def test_agents_that_may_wait_for_other_machines_are_quiet_but_not_lost(asleep: 
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
-def test_data_excuse_agents_that_sleep_and_not_those_that_are_stopped(asleep: int, is_stopped: bool) -> None:
+def test_while_data_arrive_agents_may_sleep_but_not_be_stopped(asleep: int, is_stopped: bool) -> None:
     if is_stopped:
         os.kill(asleep, signal.SIGSTOP)
         _wait_for_state(asleep, "T")
@@ -90,7 +90,7 @@ def test_data_excuse_agents_that_sleep_and_not_those_that_are_stopped(asleep: in
 
 @pytest.mark.parametrize("waits_for_others", [False, True])
 def test_an_agent_that_computes_without_end_is_lost(waits_for_others: bool) -> None:
-    """Data from other machines, which arrive between all looks, do not excuse it."""
+    """It is found, although data from other machines arrive between all looks."""
     forecast_s = (0.05 - GRACE_S) / GRACE_STEPS  # for a limit of 0.05 s
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
         agents, now = Vitals([process.pid], 0, may_sleep=False, waits_for_others=waits_for_others), 100.0
