@@ -197,9 +197,10 @@ def test_an_agent_that_does_not_answer_in_time_is_named(make_executor):
     assert "agent 1 did not answer step 0 within 1 s (serving_config.step_timeout_s)" in lost.error
 
 
-def look_for_a_minute(group, begin, *, has_data):
-    """Looks at a group of sleeping agents for a simulated minute. With ``has_data``, data arrive before each look."""
-    for number in range(round(60.0 / LOOK_EVERY_S)):
+def look_for(minutes, group, begin, *, has_data):
+    """Looks at a group of sleeping agents for some simulated minutes. With ``has_data``, data arrive before each look.
+    """
+    for number in range(round(60.0 * minutes / LOOK_EVERY_S)):
         now = begin + number * LOOK_EVERY_S
         group.look(now, 0.0, [], now - 0.1 if has_data else 0.0)
 
@@ -208,10 +209,9 @@ def test_agents_that_sleep_are_lost_only_if_no_data_arrive(make_executor):
     """Agents of a node wait for the masks of their step, which may come after other data."""
     executor = make_executor(*PAIR)
     events_until(executor, AgentReady)
-    look_for_a_minute(executor._group, 100.0, has_data=True)
+    look_for(1, executor._group, 100.0, has_data=True)
     with pytest.raises(AgentLostError, match=r"have done nothing for 2\.0 s in the middle of a step"):
-        for minute in range(1, 100):  # until the agents sleep
-            look_for_a_minute(executor._group, 100.0 + 60.0 * minute, has_data=False)
+        look_for(100, executor._group, 160.0, has_data=False)  # so long, because the agents may not sleep yet
 
 
 def test_agents_that_are_late_to_start_are_named(make_executor):
