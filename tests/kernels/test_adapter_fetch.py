@@ -23,19 +23,27 @@ static std::vector<const char*> prefetched;
 #include "ops/lora.h"
 
 // Arguments: the adapter of each row, or -1. Each adapter has rank 1 and floats, so its part for a panel has four lines
-// of 64 bytes. Prints the number of the adapter for each prefetched line.
+// of 64 bytes. Prints a pair for each prefetched line: the number of the adapter, and whether the line has LoraVectors
+// of the next panel.
 int main(int count, char** arguments) {
-  const llmk::LoraVector vectors[8] = {{0, 0, 1}, {16, 0, 1}, {32, 0, 1}, {48, 0, 1}};
-  static float b[100][64];
+  alignas(64) static llmk::LoraVector vectors[100][8];
+  alignas(64) static float b[100][64];
   llmk::LoraWeight weights[100];
-  for (int i = 0; i < 100; ++i) weights[i] = {0, 1, 1, nullptr, nullptr, vectors, b[i]};
+  for (int i = 0; i < 100; ++i) {
+    for (int v = 0; v < 4; ++v) vectors[i][v] = {16 * v, 0, 1};
+    weights[i] = {0, 1, 1, nullptr, nullptr, vectors[i], b[i]};
+  }
   std::vector<const llmk::LoraWeight*> rows;
   for (int i = 1; i < count; ++i) rows.push_back(arguments[i][0] == '-' ? nullptr : &weights[atoi(arguments[i])]);
   llmk::portable::AdapterFetch(llmk::LoraRows{rows.data(), nullptr, 0}, 0, 0, count - 1).fetch_all();
   const char* separator = "[";
   for (const char* address : prefetched) {
-    const auto at = reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(b);
-    if (at < sizeof(b)) std::printf("%s%d", separator, static_cast<int>(at / sizeof(b[0]))), separator = ", ";
+    const auto at = reinterpret_cast<uintptr_t>(address);
+    const auto part = at - reinterpret_cast<uintptr_t>(b), vector = at - reinterpret_cast<uintptr_t>(vectors);
+    const bool is_vector = part >= sizeof(b);
+    if (is_vector && (vector >= sizeof(vectors) || vector % sizeof(vectors[0]) != 4 * sizeof(vectors[0][0]))) return 1;
+    const auto adapter = is_vector ? vector / sizeof(vectors[0]) : part / sizeof(b[0]);
+    std::printf("%s[%d, %d]", separator, static_cast<int>(adapter), is_vector), separator = ", ";
   }
   std::printf("]");
 }
@@ -62,7 +70,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["one", "alternating", "after 64 rows", "too many"],
 )
-def test_each_part_is_prefetched_once(program: Path, rows: list[int], adapters: list[int]) -> None:
+def test_the_memory_of_each_adapter_is_prefetched_once(program: Path, rows: list[int], adapters: list[int]) -> None:
     """The last adapters of many are not prefetched, because the list of parts has a limit."""
     output = subprocess.check_output([program, *map(str, rows)], text=True, timeout=time_limit(20))
-    assert sorted(json.loads(output)) == [each for each in adapters for _ in range(4)]
+    lines = [(adapter, bool(is_vector)) for adapter, is_vector in json.loads(output)]
+    assert sorted(lines) == [(each, is_vector) for each in adapters for is_vector in (False, False, False, False, True)]

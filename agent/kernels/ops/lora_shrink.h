@@ -74,8 +74,8 @@ class AdapterFetch {
   AdapterFetch() = default;
 
   // Prepares to prefetch the parts of B for `panel`, for the adapters of rows [row, row_end). Immediately prefetches
-  // the LoraVectors of the next panel, because the next task of this thread reads them first. The part of an adapter is
-  // prefetched only once, even if rows with other adapters are between its rows. Adapters beyond kMost are not
+  // the LoraVectors of the next panel, because the next task of this thread reads them first. The memory of an adapter
+  // is prefetched only once, even if rows with other adapters are between its rows. Adapters beyond kMost are not
   // prefetched.
   AdapterFetch(const LoraRows& lora, int64_t panel, int64_t row, int64_t row_end) {
     constexpr int64_t kVectors = 4;  // vectors of a panel
@@ -85,12 +85,13 @@ class AdapterFetch {
       if (weight == nullptr || weight == before) continue;
       before = weight;
       const LoraVector* vectors = weight->vectors + panel * kVectors;
-      __builtin_prefetch(vectors + kVectors, 0, 3);
       const LoraVector& last = vectors[kVectors - 1];
       const int64_t size = size_of(static_cast<DType>(weight->dtype));
       const char* b = static_cast<const char*>(weight->b);
       const Part part{b + vectors->begin * size, b + (last.begin + last.num_ranks * kLanes) * size};
-      if (!has(part)) parts_[count_++] = part;
+      if (has(part)) continue;
+      __builtin_prefetch(vectors + kVectors, 0, 3);
+      parts_[count_++] = part;
     }
   }
 
