@@ -80,10 +80,12 @@ def alternate(actions: dict[str, Callable[[], None]], rounds: int) -> dict[str, 
     return {name: median(times) for name, times in seconds.items()}
 
 
-def print_rates(kind: str, rates: Mapping[str, float], base: str) -> None:
-    """Prints a table of rates in GB/s. The last column has the ratio of each rate to the rate of ``base``."""
+def print_rates(kind: str, rates: Mapping[str, float], base: str, heading: str) -> None:
+    """Prints a table of rates in GB/s. The last column, below ``heading``, has the ratio of each rate to the rate of
+    ``base``.
+    """
     rows = [[name, f"{rate:.2f}", f"{rate / rates[base]:.2f}"] for name, rate in rates.items()]
-    print(format_table([kind, "GB/s", f"of {base}"], rows))
+    print(format_table([kind, "GB/s", heading], rows))
 
 
 def transfer_rates(sizes: TransferSizes, part: str, key: ClusterKey | None) -> Results:
@@ -145,7 +147,7 @@ def pool_rates(sizes: TransferSizes, key: ClusterKey) -> Results:
         raise TransferBenchmarkError("the blocks that were read differ from those that were written")
     rates = {name: sizes.num_blocks * sizes.block_bytes / one / GIGA for name, one in seconds.items()}
     print(f"host blocks of a node: {sizes.num_blocks} of {sizes.block_bytes} bytes, loopback address, TLS 1.3")
-    print_rates("transfer", rates, "bare socket")
+    print_rates("transfer", rates, "bare socket", "of a bare socket")
     return {
         "pool_write_gb_s": rates["write"],
         "pool_read_gb_s": rates["read"],
@@ -215,7 +217,7 @@ def _transfer_rates(
     rates = {name: num_bytes / one / GIGA for name, one in seconds.items()}
     how = (", TLS 1.3" if key is not None else "") + ("" if carriers[0] is FRAMES else ", contents by Mooncake")
     print(f"transfers of {num_bytes / 1e6:.1f} MB over the loopback address{how}")
-    print_rates("transfer", rates, "bare socket")
+    print_rates("transfer", rates, "bare socket", "of a bare socket")
     return rates
 
 

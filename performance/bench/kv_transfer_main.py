@@ -146,7 +146,7 @@ def _timed_copies(options: argparse.Namespace) -> Results:
     rates = {name: num_bytes / one / GIGA for name, one in seconds.items()}
     rates["hand-over (to and from)"] = hand_over = num_bytes / (seconds["to pool"] + seconds["from pool"]) / GIGA
     print(f"copies of {num_bytes / 1e6:.1f} MB in {count} blocks, threads: {options.threads}")
-    print_rates("copy", rates, "memcpy")
+    print_rates("copy", rates, "memcpy", "of memcpy")
     return {
         "memcpy_gb_s": rates["memcpy"],
         "one_buffer_gb_s": rates["memcpy of one buffer"],
