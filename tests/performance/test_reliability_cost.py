@@ -3,7 +3,6 @@
 A scripted server replaces the real one.
 """
 
-import itertools
 import json
 from pathlib import Path
 
@@ -15,6 +14,8 @@ from performance.program import EXIT_FAILURES, EXIT_NOT_STARTED
 TESTS = Path(__file__).resolve().parents[1]
 
 STAND_IN = """
+import hashlib
+import json
 import sys
 import time
 
@@ -27,17 +28,33 @@ assert all(" admin " in open(file).read() for file in keys), "the client must re
 assert has_keys == any(text.startswith("serving_config.audit_log=") for text in sys.argv)
 assert has_keys != ("serving_config.row_check_interval=0" in sys.argv)
 assert has_keys != ("serving_config.canary_interval_s=0" in sys.argv)
-name = "on " if has_keys else "off "
+name = "on" if has_keys else "off"
+num_recorded = 0
 
 
 def reply(index, _):
-    with open({record!r}, "a") as file:
-        file.write(name)
     return Reply(tokens=4, gap_s=0.001)
 
 
+def record(requests):
+    # The clients read the metrics before and after each turn. Requests of a warm-up come before the first reading.
+    global num_recorded
+    turn, num_recorded = requests[num_recorded:], len(requests)
+    prompts = sorted(json.dumps([each["prompt"], each["max_tokens"]]) for each in turn)
+    if prompts:
+        with open({record!r}, "a") as file:
+            print(name, len(prompts), hashlib.sha256("".join(prompts).encode()).hexdigest(), file=file)
+
+
 cpu_s = {on_cpu_s} if has_keys else {off_cpu_s}
-text = None if cpu_s is None else lambda state: f"llm_serving_cpu_seconds_total {{4 * cpu_s * len(state.requests)}}"
+
+
+def metrics(state):
+    record(state.requests)
+    return f"llm_serving_cpu_seconds_total {{4 * cpu_s * len(state.requests)}}"
+
+
+text = None if cpu_s is None else metrics
 with fake_openai_server(reply, text) as server:
     print(f"ready http://127.0.0.1:{{server.port}}", flush=True)
     time.sleep(60)
@@ -60,8 +77,12 @@ def test_the_ratio_of_the_processor_times_decides(
 ) -> None:
     assert run(tmp_path, on_cpu_s, 0.01) == code
     results = json.loads((tmp_path / "result.json").read_text())
-    turns = [name for name, _ in itertools.groupby((tmp_path / "record").read_text().split())]
-    assert turns == ["on", "off", "on", "off", "on", "off"]  # on off, off on; off on, on off
+    names = ("on", "off", "off", "on", "off", "on", "on", "off")  # a warm-up of 8 requests before each turn of 4
+    record = [line.split() for line in (tmp_path / "record").read_text().splitlines()]
+    assert [(name, count) for name, count, _ in record] == [(name, count) for name in names for count in ("8", "4")]
+    turns = [(warm_up, turn) for (*_, warm_up), (*_, turn) in zip(record[::2], record[1::2], strict=True)]
+    assert turns[::2] == turns[1::2], "both servers of a pair get the same requests"
+    assert len({digest for *_, digest in record}) == 8, "the requests change with every round"
     assert results["verdict"] == (MISSED if code else MET)
     assert results["cpu"]["ratios"] == pytest.approx([on_cpu_s / 0.01] * 2)
     assert results["cpu"]["standard_error"] == pytest.approx(0.0, abs=1e-9)

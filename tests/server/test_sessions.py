@@ -159,10 +159,16 @@ async def endless_pieces():
     await asyncio.Event().wait()  # stands for blocks that the agents do not deliver
 
 
+def num_exports(server, status):
+    """Returns the number of exports that have ended with a status."""
+    labels = {"route": "/v1/sessions/{session_id}", "status": str(status)}
+    return server.app.state.metrics.registry.get_sample_value("llm_serving_http_responses_total", labels) or 0
+
+
 @pytest.mark.parametrize("place", ["weights", "file"])
 def test_an_export_ends_when_its_client_closes_the_connection(server, tiers, monkeypatch, place):
     """Otherwise a few clients that have left would keep all others from exporting sessions."""
-    book = server.app.state.sessions
+    book, before = server.app.state.sessions, num_exports(server, 499)
     monkeypatch.setattr(endpoints, "_POLL_S", time_limit(60) / endpoints._MAX_POLLS)
     if place == "weights":
         tiers.read_identity = Future
@@ -175,4 +181,5 @@ def test_an_export_ends_when_its_client_closes_the_connection(server, tiers, mon
             assert connection.recv(12) == b"HTTP/1.1 200"
         wait_until(lambda: book.num_transfers == 1)
     wait_until(lambda: book.num_transfers == 0)
+    wait_until(lambda: num_exports(server, 499) == before + 1)
     assert server.log.named("internal_error") == []
