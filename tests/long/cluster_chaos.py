@@ -20,12 +20,14 @@ order of the faults.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ DETECTION_S = 3.0
 RECOVERY_S = 240.0
 WARM_UP_S = 2.0
 NUM_LONG_PROMPTS = 10
+STORY = "Once upon a time there was a fox. " * 12
 MIN_BLOCKS = 7
 """Minimum number of whole blocks of a long prompt."""
 WITHOUT_LOSS = ("drained", "raylet stopped", "mooncake killed")
@@ -136,32 +139,55 @@ def run(server: ServerProcess, rig: OwnNodes | RayRig, arguments: argparse.Names
 
 
 def read_the_folder(server: ServerProcess, rig: OwnNodes | RayRig) -> tuple[int, int]:
-    """Sends long prompts, kills the agents of all replicas, and sends the prompts again until a block comes from the
-    folder. Returns the number of these blocks, and the number of wrong texts.
+    """Sends long prompts, kills the agents of all replicas, and sends the prompts again. Returns the number of blocks
+    that came from the folder, and the number of wrong texts.
 
     The faults alone need not cause a read. While one replica lives, the router may send each long prompt to it, because
-    its prefix cache has the blocks. Also, a node that starts agents compares its weights with the server's before it
-    takes blocks, and prompts are computed meanwhile.
+    its prefix cache has the blocks.
     """
-    num_written = written_blocks(server)
-    prompts = [f"{number} foxes. " + "Once upon a time there was a fox. " * 12 for number in range(NUM_LONG_PROMPTS)]
-    texts = [text_of(server, prompt) for prompt in prompts]
-    wait_until(lambda: written_blocks(server) >= num_written + MIN_BLOCKS * len(prompts))
-    before, num_lost = tier_hits(server.wait_until_idle()), len(server.events("agent_lost"))
+    prompts, texts = [f"{number} foxes. {STORY}" for number in range(NUM_LONG_PROMPTS)], []
+    for prompt in prompts:  # host blocks that wait for their write may be reused, so each prompt is written on its own
+        num_written = written_blocks(server)
+        texts.append(text_of(server, prompt))
+        wait_until(lambda least=num_written + MIN_BLOCKS: written_blocks(server) >= least)
+    info, num_lost = server.wait_until_idle(), len(server.events("agent_lost"))
     used = {node["replica"]: node for node in server.get("/v1/cluster")["nodes"] if node["state"] == "used"}
     for node in used.values():  # the loss of one node of a replica ends all agents of the replica
         rig.inject("agent killed", node)
     wait_until(lambda: len(server.events("agent_lost")) >= num_lost + len(used))
     wait_until(lambda: all_ready(server))
-    num_read = num_wrong = 0
-    for prompt, text in zip(prompts, texts, strict=True):
-        time.sleep(WARM_UP_S)
-        num_wrong += text_of(server, prompt) != text
-        num_read = tier_hits(server.wait_until_idle())["ssd"] - before["ssd"]
-        if num_read:
-            break
+    wait_for_pools(server, stored_blocks(info))
+    num_wrong = sum(text_of(server, prompt) != text for prompt, text in zip(prompts, texts, strict=True))
+    num_read = tier_hits(server.wait_until_idle())["ssd"] - tier_hits(info)["ssd"]
     print(f"all agents killed: {num_read} blocks came from the folder", flush=True)
     return num_read, num_wrong
+
+
+def wait_for_pools(server: ServerProcess, before: list[int]) -> None:
+    """Waits until the replicas that have stored blocks ``before`` can read blocks of the folder.
+
+    A node that starts agents first compares its weights with the server's. Until then, it stores blocks, but the server
+    neither writes them to the folder nor reads blocks for the node. So other prompts are sent to all replicas, until
+    the folder has their blocks.
+    """
+    numbers = itertools.count()
+
+    def all_write() -> bool:
+        num_written = written_blocks(server)
+        with ThreadPoolExecutor(len(before)) as clients:  # requests at the same time go to different replicas
+            new = [f"{next(numbers)} hares. {STORY}" for _ in before]
+            list(clients.map(lambda prompt: text_of(server, prompt), new))
+        wait_until(lambda: written_blocks(server) >= num_written + MIN_BLOCKS * len(new))
+        now = stored_blocks(server.wait_until_idle())
+        return all(later > earlier for later, earlier in zip(now, before, strict=True) if earlier)
+
+    wait_until(all_write)
+
+
+def stored_blocks(info: dict[str, Any]) -> list[int]:
+    """Returns for each replica the number of blocks that it has copied to host memory. ``info`` is as in ``tier_hits``.
+    """
+    return [each["kv_tiers"]["stored"] for each in info["replicas"]]
 
 
 def text_of(server: ServerProcess, prompt: str) -> str:
