@@ -338,7 +338,7 @@ class Session:
 
     def _note_awaited_data(self) -> None:
         """Notes that data from the server arrive now, if agents may sleep because the masks of their step wait behind
-        these data. While such data arrive, the node ignores that its agents sleep.
+        these data. While these data arrive, the node ignores that its agents sleep.
 
         Agents wait at most ``MASK_TIMEOUT_S`` for masks. So even an endless stream of data does not hide agents that
         hang.

@@ -93,7 +93,7 @@ class Vitals:
 
         ``forecast_s`` is the predicted time of the step. None means that it is unknown, for example because the agents
         compile a graph. Then a thread may compute for any time. ``longest_s`` is the time of the longest step so far.
-        ``last_data`` is the time of the last data that agents may await in their sleep. While such data arrive, this
+        ``last_data`` is the time of the last data that agents may await in their sleep. While these data arrive, this
         function ignores agents that sleep, but not agents that are stopped or compute.
         """
         if last_result >= self._looked_at:

@@ -77,7 +77,7 @@ def test_the_ratio_of_the_processor_times_decides(
 ) -> None:
     assert run(tmp_path, on_cpu_s, 0.01) == code
     results = json.loads((tmp_path / "result.json").read_text())
-    names = ("on", "off", "off", "on", "off", "on", "on", "off")  # a warm-up of 8 requests before each turn of 4
+    names = ("on", "off", "off", "on", "off", "on", "on", "off")  # 8 requests of a warm-up, then 4 measured ones
     record = [line.split() for line in (tmp_path / "record").read_text().splitlines()]
     assert [(name, count) for name, count, _ in record] == [(name, count) for name in names for count in ("8", "4")]
     turns = [(warm_up, turn) for (*_, warm_up), (*_, turn) in zip(record[::2], record[1::2], strict=True)]
