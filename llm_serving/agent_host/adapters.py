@@ -35,8 +35,8 @@ CLOSE_WAIT_S = 1.0
 
 @dataclass(slots=True)
 class _Adapter:
-    """An adapter that the server wants the agents to load. The object exists until the node tells the agents to load
-    it.
+    """An adapter that the server wants the agents to load. The object exists until the node sends the agents the
+    message to load it.
     """
 
     wanted: link.LoadAdapter
@@ -45,7 +45,7 @@ class _Adapter:
     is_whole: bool = False
     num_received: int = 0
     hash: Any = field(default_factory=hashlib.sha256)
-    """SHA-256 of the received bytes."""
+    """The SHA-256 object that has hashed the bytes received so far."""
 
 
 class _Worker:

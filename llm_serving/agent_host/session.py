@@ -316,7 +316,7 @@ class Session:
         self._selector.register(self._adapters.descriptor, selectors.EVENT_READ, self._adapters.proceed)
 
     def _fail_adapter(self, seq: int, slot: int, error: str) -> None:
-        """Replies for all agents that an adapter could not be loaded."""
+        """Sends the server the replies of all agents: an adapter could not be loaded."""
         reply = messages.encode(messages.AdapterLoaded(seq=seq, adapter_slot=slot, error=error))
         assert self._config is not None
         for member in range(self._config.parallel_config.agents_per_machine):

@@ -39,9 +39,9 @@ class Change(enum.Enum):
     READY = "ready"
     """The blocks are copied to the hand-over pool. The sequence has left this scheduler."""
     LOADED = "loaded"
-    """The blocks have arrived on the device. The hand-over pool may free its copies."""
+    """The blocks have arrived on the device. The hand-over pool may free its copies of the blocks."""
     MISSED = "missed"
-    """An arriving block was not the expected one. The sequence is computed again, and the copies may be freed."""
+    """An arriving block was not the expected one. The sequence is computed again, and the pool may free its copies."""
     DROPPED = "dropped"
     """The sequence needs the blocks no more, because it ended, restarts or lost its agent."""
 

@@ -192,7 +192,7 @@ class StateSupply(PrefixSupply, Stateful):
 
     def _last_awaited(self, sequence: Sequence) -> int:
         """Returns the largest n for which a running sequence will save the state after the first n blocks of
-        ``sequence``. 0: no sequence will save such a state.
+        ``sequence``. 0: no sequence will save one of these states.
         """
         if not self._awaited:
             return 0

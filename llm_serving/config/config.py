@@ -114,12 +114,12 @@ class Config:
 
     @property
     def device(self) -> str:
-        """``CPU`` or ``Ascend``."""
+        """The device: ``CPU`` or ``Ascend``."""
         return _resolved(self.model_config.device_target)
 
     @property
     def op_table(self) -> str:
-        """``native`` or ``fused``."""
+        """The op table: ``native`` or ``fused``."""
         return self.model_config.op_table
 
     @property
@@ -279,8 +279,8 @@ class Config:
     def max_num_batched_tokens(self) -> int:
         """Maximum number of tokens in a step.
 
-        It is the smaller of two numbers: the configured limit, and the maximum number of tokens that the sequences of a
-        prefill step can have together. But it is at least the maximum number of sequences of a decode step.
+        It is the smaller of two numbers: the configured limit, and the maximum number of tokens of all sequences in a
+        prefill step. But it is at least the maximum number of sequences of a decode step.
         """
         limit = self.scheduler_config.max_num_batched_tokens or max(self.model_config.seq_length)
         return max(min(limit, self.max_prefill_seqs * self.max_model_len), self.max_decode_seqs)

@@ -43,7 +43,9 @@ class DraftModel:
     """Describes a draft model, which guesses the next tokens of the model's sequences."""
 
     path: str | None
-    """Absolute path of its Hugging Face folder or GGUF file. None for an MTP layer of a model without files."""
+    """Absolute path of the draft model's Hugging Face folder or GGUF file. None for an MTP layer of a model without
+    files.
+    """
     shape: ModelShape
     stored_weight_format: str | None = None
     """Format of the draft model's quantized weights, ``int8`` or ``int4``. None if all weights are floats."""

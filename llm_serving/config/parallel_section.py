@@ -164,7 +164,7 @@ class ParallelConfig:
 
     @property
     def replica_roles(self) -> tuple[str, ...]:
-        """The role of each replica."""
+        """The role of each replica, in order."""
         return self.roles or (BOTH,) * self.data_parallel
 
     @property

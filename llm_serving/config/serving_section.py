@@ -8,7 +8,7 @@ from llm_serving.config.schema import MAX_SECONDS, own, published, without_effec
 from llm_serving.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
 
 DEFAULT_ROW_CHECK_INTERVAL = 500
-"""Default number of steps between two row checks, which are a self-check of the agents."""
+"""Default number of decode steps between two row checks, which are a self-check of the agents."""
 DEFAULT_SERVER_PORT = 8835
 """Default of ``serving_config.server_port``. A test compares it with the port in the documentation."""
 

@@ -149,7 +149,9 @@ class AgentGroup:
             )
 
     def is_quiet(self, last_sign: float) -> bool:
-        """Returns True if all agents of this machine may only wait for agents on other machines, see ``Vitals``."""
+        """Returns True if all agents of this machine sleep, perhaps only to wait for agents on other machines. See
+        ``Vitals``.
+        """
         return self._vitals is not None and self._vitals.is_quiet(last_sign)
 
     def next_look(self, last_result: float | None) -> float | None:

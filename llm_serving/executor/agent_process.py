@@ -21,7 +21,7 @@ from llm_serving.ipc.bootstrap import Bootstrap, encode_bootstrap
 from llm_serving.telemetry.log_file import Rotation
 
 SECRET_BYTES = 32
-"""Size in bytes of the secret with which an agent proves who started it."""
+"""Size in bytes of the secret with which an agent proves that the server started it."""
 CONNECT_TIMEOUT_S = 5.0
 """Maximum seconds until the connection to an agent is made. Later calls on the server's end have the same timeout."""
 STOP_GRACE_S = 5.0

@@ -40,7 +40,7 @@ class Restarts:
         self.count = 0
         """Number of restarts since the server started."""
         self.in_a_row = 0
-        """Number of restarts since a group was last ready for ``STABLE_AFTER_S`` seconds."""
+        """Number of restarts since a group last stayed ready for ``STABLE_AFTER_S`` seconds."""
         self.due_at: float | None = None
         """The time at which the agents must be started again. None while they run, and after they were given up."""
         self.is_given_up = False

@@ -113,7 +113,9 @@ class HcclCluster(ModuleProcess):
             raise AgentStartError(f"the cluster scheduler could not be started: {error}") from error
 
     def loss(self, *, is_ready: bool) -> AgentError:
-        """Returns the error for a scheduler that has ended. ``is_ready``: all agents of this machine were ready."""
+        """Returns the error for a cluster scheduler that has ended. ``is_ready``: all agents of this machine were
+        ready.
+        """
         text = f"the cluster scheduler ended ({describe_exit(self._process.wait())}); its log is {self.log.path}"
         return AgentLostError(text) if is_ready else AgentStartError(f"{text}, and ends with:\n{self.log.tail()}")
 

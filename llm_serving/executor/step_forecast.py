@@ -31,10 +31,10 @@ class StepForecast:
     Steps of unusual size, and steps that also move blocks or encode images, are not predicted.
 
     The cost model gives each prompt token the same time. But a token late in a prompt attends to more earlier tokens,
-    and takes longer. So the time of the prompt tokens is multiplied by a ratio, unless the ratio is below 1. The ratio
-    is the mean number of tokens to which a prompt token of this step attends, divided by the same mean over the learnt
-    steps. The result is an upper bound, because the time of a prompt token cannot grow faster than the number of tokens
-    to which it attends.
+    and takes longer. So the time of the prompt tokens is multiplied by a ratio, unless the ratio is below 1. For the
+    ratio, the tokens to which a prompt token attends are averaged. The ratio is the mean of this step divided by the
+    mean of the learnt steps. The result is an upper bound, because the time of a prompt token cannot grow faster than
+    the number of tokens to which it attends.
     """
 
     def __init__(self) -> None:

@@ -86,7 +86,7 @@ class Tag(enum.IntEnum):
     """A call of ``place_request`` by a router. Fields: first those of ``ADD``, but with the pseudonyms of prompt and
     output. Then the arrival index and the number of output tokens. If prefill and decode have separate replicas, two
     more fields may follow. The first states whether the request leaves this replica after its prompt. The second has
-    the blocks of the hand-over pool that contain its keys and values, or None.
+    the blocks of the hand-over pool that contain the request's keys and values, or None.
     """
     RELEASE = 11
     """A call of ``release_requests``. Fields: numbers of the waiting requests that moved to another replica."""

@@ -37,8 +37,8 @@ def find_timeline(folder: Path, request_id: str) -> dict[str, Any] | None:
 
     Times are milliseconds since the arrival of the request. If the segment with the arrival has been deleted, they
     count from the start of the oldest segment. If several replicas have served the request, the timeline is that of the
-    last one. Returns None if the recording does not have the request. Raises FlightRecordingError if a file is not a
-    segment.
+    replica at which the request arrived last. Returns None if the recording does not have the request. Raises
+    FlightRecordingError if a file is not a segment.
     """
     lanes = [found for part in replica_folders(folder) or [folder] for found in _lanes(part, request_id)]
     if not lanes:

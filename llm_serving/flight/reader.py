@@ -132,7 +132,7 @@ class Completed:
     outcome: int | str
     """Number of updates that the call returned, or name of the error that it raised."""
     state: list[int] | None
-    """The scheduler's counts after the call, or None if the call raised no error."""
+    """The scheduler's counts after a call that raised an error. None after any other call."""
     rejected: list[int] = field(default_factory=list)
     """Indices of the step's sampled tokens that do not count, because a draft before them was wrong."""
     bad_moves: list[int] = field(default_factory=list)

@@ -111,7 +111,7 @@ class KnownRequests:
         return self._requests[request.request_id][0]
 
     def find(self, request_id: str) -> int | None:
-        """Returns the number of the request with this id, or None for an unknown id."""
+        """Returns the number under which the request with this id is recorded, or None for an unknown id."""
         known = self._requests.get(request_id)
         return None if known is None else known[0]
 

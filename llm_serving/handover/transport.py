@@ -60,7 +60,7 @@ OnCancel = Callable[[Callable[[], None]], None]
 
 
 class TransferError(LLMServingError):
-    """Blocks could not be sent to another machine. Their requests are computed again."""
+    """Blocks could not be sent to another machine. The requests that need these blocks are computed again."""
 
     code = "transfer_failed"
 

@@ -34,7 +34,7 @@ class HostPool(Protocol):
     @property
     def blocks_at_once(self) -> int:
         """Number of blocks that a caller with many blocks should read or write in one call. The number limits the
-        memory of a call. It is 1 if one call for several blocks takes as long as one call for each of these blocks.
+        memory of a call. It is 1 if a call for several blocks takes no less time than separate calls for each block.
         """
 
     def read(self, blocks: Sequence[int]) -> list[bytes]:

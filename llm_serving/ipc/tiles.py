@@ -31,8 +31,8 @@ TILE_WIDTH = _FORM.size // 4
 
 @dataclass(frozen=True, slots=True)
 class PromptTile:
-    """A tile of a prompt: the position of its first token, its number of tokens, the place of its pixels in the shared
-    memory, and the digest of its pixels.
+    """A tile of a prompt: the position of its first token, its number of tokens, the place of its pixels in memory, and
+    their digest.
     """
 
     begin: int

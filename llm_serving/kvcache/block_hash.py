@@ -15,7 +15,7 @@ TOKEN_BYTES = 4
 """Bytes of a packed token."""
 
 BlockHash = Callable[[bytes], bytes]
-"""A function from bytes to a digest."""
+"""Type of a function that returns the digest of bytes."""
 
 
 def blake2b_128(data: bytes) -> bytes:

@@ -1,9 +1,9 @@
 """Assigns the device's snapshots of linear attention states to prefixes of token sequences.
 
 A snapshot has the state of a sequence after its first full blocks, so that another sequence with the same blocks can
-resume there. A snapshot belongs to the index entry of the last of these blocks, because an entry identifies all tokens
-up to the end of its block. When the block leaves the prefix cache, or the agent is lost, no lookup finds the entry
-again. The snapshot is then evicted before the snapshots of cached blocks.
+resume there. A snapshot belongs to the index entry of the last of these blocks. An entry identifies all tokens up to
+the end of its block. When the block leaves the prefix cache, or the agent is lost, no lookup finds the entry again. The
+snapshot is then evicted before the snapshots of cached blocks.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ class DistrustMarks:
         """Former writer numbers of this server for which it could not make a mark yet."""
 
     def look(self) -> bool:
-        """Reads the marks that all machines have made. First tries again to make this machine's marks that it could not
-        make before.
+        """Reads the marks that all machines have made. First tries again to mark this server's former writer numbers
+        that it could not mark before.
 
         Returns True if this machine has read blocks of a writer that is marked now. This is a doubt. The next call
         returns False unless there is another doubt. Raises OSError if the folder cannot be read.

@@ -16,9 +16,9 @@ from llm_serving.block_moves.tier_moves import BlockKey
 
 MAGIC = b"LKV1"
 NAMESPACE_BYTES = 32
-"""Size of the namespace of a block on disk."""
+"""Size of the namespace of a block on disk, in bytes."""
 HASH_BYTES = 16
-"""Size of the hash of a block."""
+"""Size of the chained hash of a block, in bytes."""
 MAX_TOKEN_BYTES = 4 * 1024
 """Maximum size of a block's packed tokens, in bytes. No config permits larger blocks."""
 MAX_CONTENT_BYTES = 1 << 31

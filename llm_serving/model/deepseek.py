@@ -13,7 +13,7 @@ from llm_serving.formats.typed_fields import TypedFields
 MAX_RANK = 16_384
 """Largest rank of latent attention that can be read."""
 MAX_HEAD_PART = 4_096
-"""Largest size of each part of a head."""
+"""Maximum value of ``nope_dim``, of ``rope_dim`` and of ``value_dim``."""
 MAX_SHARED_EXPERTS = 1_024
 """Maximum number of shared experts of a layer."""
 MAX_EXTRA_LAYERS = 64

@@ -58,7 +58,7 @@ class WeightFormat:
     """Layouts of safetensors checkpoints with integers of the format: ``gptq``, ``awq`` and others."""
     gguf_type: str | None = None
     """GGUF's name of the tensor type that has the integers of the format, for example ``Q8_0``. None if GGUF has no
-    such type.
+    type for these integers.
     """
     perplexity_limit: float | None = None
     """Maximum relative increase of the perplexity that ``tools/quality_gate.py`` accepts. None: no limit."""

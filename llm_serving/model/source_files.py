@@ -21,7 +21,8 @@ def describe_files(place: Path) -> list[object]:
 
 
 def files_fingerprint(place: Path | None) -> str:
-    """Returns a digest of the names, sizes, times and some bytes of the files. Empty for a model without files.
+    """Returns a digest of the names, sizes and times of the files at ``place``, and of some of their bytes. Empty for a
+    model without files.
 
     This function is fast, but misses a change in the middle of a file with an unchanged time.
     ``kvstore.identity.weights_digest`` reads all bytes.

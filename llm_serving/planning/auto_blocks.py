@@ -53,8 +53,8 @@ def fit_length(config: Config, machine: Machine, read_npus: Callable[[], Sequenc
 
 
 def _with_length(config: Config, length: int) -> Config:
-    """Returns the config with another maximum length. If the number of blocks is ``auto``, the config gets the blocks
-    of one sequence.
+    """Returns the config with another maximum length. If the number of blocks is ``auto``, the config gets the number
+    of blocks that one sequence of this length needs.
     """
     cache = replace(config.pa_config, decode_seq_length=length)
     if config.auto_blocks:

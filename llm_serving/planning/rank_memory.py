@@ -18,9 +18,9 @@ from llm_serving.model.shape import ModelShape
 EXPERT_PIECE_ROWS = 256
 """Rows that the fused operator of experts computes at a time (``kPieceRows`` of ``agent/kernels``)."""
 FLOAT32_BYTES = 4
-"""Size of a float32."""
+"""Size of a float32 in bytes."""
 INT32_BYTES = 4
-"""Size of an int32."""
+"""Size of an int32 in bytes."""
 CANDIDATE_MATRICES = 4
 """Number of float32 matrices that exist at the same time while a device finds candidate tokens
 (``agent/device_sampling``). Each has the size of the logits.

@@ -54,7 +54,7 @@ class Placed(enum.Enum):
     PREFIX = "prefix"
     """The replica has more tokens of the prompt in its cache than at least one other replica."""
     LOAD = "load"
-    """The replica has the least load. Cached tokens did not decide the choice: no replica has cached tokens of the
+    """The replica has the least load. Cached tokens did not decide the choice. No replica has cached tokens of the
     prompt, or the replica that has them is overloaded or cannot start the request.
     """
     TURN = "turn"
@@ -77,8 +77,8 @@ class Candidate:
     cached_tokens: int
     """Tokens of the request that are in the replica's prefix cache, or that steps in flight compute there."""
     fits: bool
-    """True if the replica has a batch row and blocks for the request, in addition to those for the requests that wait
-    there already.
+    """True if the replica has a batch row and blocks for the request. The batch rows and blocks for requests that
+    already wait at the replica do not count.
     """
     is_open: bool
     """True if the replica can start the request in its next step."""

@@ -230,7 +230,9 @@ class RequestUpdate:
     index: int = -1
     """Index of the sequence in the ``StepResult``, which has its logits. -1 if the update has no token."""
     num_later: int = 0
-    """Number of later tokens of the same result. ``request.output_token_ids`` contains them already."""
+    """Number of later tokens that the same result has for this request. ``request.output_token_ids`` contains them
+    already.
+    """
     stop_token_id: int | None = None
     """The member of ``sampling.stop_token_ids`` that ended the request."""
     error: str | None = None

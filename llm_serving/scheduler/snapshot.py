@@ -21,7 +21,7 @@ from llm_serving.scheduler.output import BlockMove, ScheduledStep, StepKind, Ste
 from llm_serving.scheduler.sequence import HandOverState, InFlightStep, Sequence, SequenceState
 
 Sequences = dict[int, Sequence]
-"""Type of the sequences of a restored scheduler, by arrival index."""
+"""Type of a dict with the sequences of a restored scheduler. The keys are the arrival indices."""
 
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 _SEQUENCE, _STEP, _TUPLE, _DICT = "sequence", "step", "tuple", "dict"

@@ -1,4 +1,6 @@
-"""Calculates the length of a prompt chunk with images. Encoding their tiles takes a part of a step's token budget."""
+"""Calculates the length of a prompt chunk with images. Encoding the tiles of images takes a part of a step's token
+budget.
+"""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from llm_serving.speculation.costs import StepCosts
 class Gains:
     """The gain of decode steps with drafts, for a fixed number of sequences.
 
-    The gain is the number of tokens per second of a step with drafts, divided by the tokens per second of a plain step
-    (a step without drafts). An instance keeps the estimates of the time at which it was created.
+    The gain is the tokens per second of a step with drafts, divided by the tokens per second of a plain step. A plain
+    step has no drafts. An instance keeps the estimates of the time at which it was created.
     """
 
     def __init__(self, costs: StepCosts, num_sequences: int, max_drafts: int) -> None:

@@ -12,7 +12,7 @@ class ModelTrack:
     """The drafts that the draft model made for one request, and how often they were right."""
 
     token_ids: list[int] = field(default_factory=list)
-    """The drafts that came with the last result."""
+    """The drafts for this request that came with the last result."""
     chance: OwnChance = field(default_factory=OwnChance)
     num_computed: int = 0
     """Number of the request's tokens that the draft model has computed. It computes the remaining tokens before it

@@ -20,7 +20,9 @@ _DRIFT_STEPS = 8
 """Number of steps over which the ratio of measured and predicted time is averaged."""
 
 _MAX_DRIFT = 2.0
-"""Maximum ratio of measured and predicted time that a step contributes. A slower step was probably interrupted."""
+"""Maximum ratio of measured and predicted time that a step contributes to the drift. A slower step was probably
+interrupted.
+"""
 
 _RIDGE = 1e-7
 """Regularisation: keeps a coefficient near zero if no step had tokens of its kind."""

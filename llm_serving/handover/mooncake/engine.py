@@ -30,8 +30,8 @@ from llm_serving.handover.mooncake.messages import (
 )
 
 _NO_METADATA_SERVER = "P2PHANDSHAKE"
-"""Value of Mooncake's setting for a metadata server. With this value, engines ask each other for memory addresses, and
-need no such server.
+"""Value of Mooncake's setting for a metadata server. With this value, engines need no metadata server, because they ask
+each other for memory addresses.
 """
 
 
