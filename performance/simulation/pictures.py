@@ -53,11 +53,11 @@ PUBLISHED_LOAD = LoadOptions(
 POLICIES = [policy.value for policy in Policy]
 COLOURS = dict(zip(POLICIES, ("#2b6cb0", "#dd6b20", "#805ad5", "#2f855a", "#c53030"), strict=False))
 STREAMS, STREAM_TOKENS, LONG_PROMPT, LONG_AT_S = 32, 400, 4032, 4.0
-"""Load of the picture about a long prompt: number of streams, tokens of each stream, tokens of the long prompt, and its
-arrival time in seconds.
+"""Load of the picture about a long prompt: number of streams, tokens of each stream, tokens of the long prompt, and the
+time of its arrival.
 """
 STUDY_CLIENTS, STUDY_REQUESTS, SHOWN_S = 50, 1000, 20.0
-"""Load of the picture about batching modes: clients, requests, and the number of seconds that are shown."""
+"""Load of the picture about batching modes: clients, requests, and the length of the shown time."""
 
 
 @dataclass(frozen=True, slots=True)
