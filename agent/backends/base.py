@@ -388,10 +388,10 @@ class OpTable(ABC):
         operator also sums over the agents. Returns None if the device cannot run several layers as one operator. The
         model then uses one operator for each part of a layer.
 
-        ``layers`` has a tuple for each layer. The tuple begins with the gammas of the norms before attention and before
-        the MLP. The weights qkv, output, gate_up and down follow, then the key cache and the value cache, then
-        ``of_heads`` as in ``attention``. With ``result_norms``, the gammas of two more norms follow. These norms are
-        applied to the results of attention and of the MLP, before the results are added to the residual stream.
+        ``layers`` has a tuple for each layer: the gammas of the norms before attention and before the MLP; the weights
+        qkv, output, gate_up and down; the key cache and the value cache; the entries of ``of_heads`` of ``attention``.
+        With ``result_norms``, the gammas of two more norms follow. These norms are applied to the results of attention
+        and of the MLP, before the results are added to the residual stream.
         """
         return None
 

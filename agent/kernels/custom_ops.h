@@ -39,8 +39,8 @@ struct LmHeadArguments {
 // its best id is -1. A row of `logits` may have more elements than the weight has columns.
 int lm_head_rows(const Tensors& t, const LmHeadArguments& at, float* best_values);
 
-// Writes counts[3], the number of the step, to `done` [1] and to the last element of best_ids. This is the last write
-// of the step. So if a reader finds this number, the logits and ids belong to this step.
+// Writes the number of the step, which is counts[3], to the only element of `done` and to the last element of best_ids.
+// This is the last write of the step. So if a reader finds this number, the logits and ids belong to this step.
 void mark_done(const Tensors& t, const LmHeadArguments& at);
 
 // The inputs of an RMSNorm: out = norm(x + residual) * gamma. Each row has `width` elements of type `dtype`.

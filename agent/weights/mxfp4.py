@@ -39,9 +39,9 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def scales_of(exponents: Bytes) -> npt.NDArray[np.float32]:
-    """Returns the scales of the doubled integers, float32, for stored exponents of any shape.
+    """Returns the scales for the values of ``DOUBLED``, float32, for stored exponents of any shape.
 
-    The integers are doubled, so the scales are halved. Raises CheckpointError for an exponent that stands for NaN.
+    These values are twice the 4-bit floats, so the scales are half of 2 ** exponent. Raises CheckpointError for an exponent that stands for NaN.
     """
     if bool((exponents == _NOT_A_NUMBER).any()):
         raise CheckpointError("a scale of type MXFP4 is not a number")

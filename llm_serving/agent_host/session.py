@@ -201,7 +201,7 @@ class Session:
         self._watch()
 
     def _begin(self, start: link.Start) -> None:
-        """Starts to prepare the agents' start in another thread. Then ``_start`` starts the agents."""
+        """Prepares the agents in another thread. When this thread has finished, ``_start`` is called and starts them."""
         if self._preparation is not None:
             raise ProtocolError("the server started the agents twice")
         try:

@@ -281,9 +281,9 @@ class AsyncEngine:
         self._core.submit(Distrust(replica, reason))
 
     def abort(self, request_id: str) -> None:
-        """Ends a request whose pieces another task reads.
+        """Ends a request while another task waits for its output.
 
-        That task receives a last piece with ``FinishReason.ABORT``.
+        That task receives a last piece of output with ``FinishReason.ABORT``.
         """
         self._core.submit(Abort(request_id))
 

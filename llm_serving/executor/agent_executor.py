@@ -370,7 +370,7 @@ class AgentExecutor:
 
     def _unregister(self, group: Group) -> None:
         for source, _ in group.sources():
-            with contextlib.suppress(KeyError):  # KeyError: the start failed before this object was registered
+            with contextlib.suppress(KeyError):  # KeyError: the start failed before the source was registered
                 self._selector.unregister(source)
 
     def _deadline(self) -> tuple[float, str] | None:

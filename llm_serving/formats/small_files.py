@@ -11,7 +11,7 @@ from pathlib import Path
 from llm_serving.errors import LLMServingError
 
 _SHOWN_CHARS = 80
-"""Maximum number of characters of a key in an error message."""
+"""Maximum number of characters that an error message shows of a key of a JSON object."""
 
 
 def read_small_text(path: Path, max_bytes: int, error: type[LLMServingError]) -> str:

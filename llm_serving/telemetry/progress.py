@@ -89,7 +89,7 @@ class ProgressDisplay:
             self._write(f"  {label:<34} {now - began:6.0f} s so far")
 
     def note(self, text: str) -> None:
-        """Ends the present stages of the agents, each with a line. Then writes the line ``text``."""
+        """Writes a last line for the present stage of each agent. Then writes the line ``text``."""
         with self._lock:
             self._end_all()
             self._write(text)

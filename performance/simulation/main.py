@@ -97,7 +97,7 @@ def _write(options: SimulationOptions, runs: Sequence[SimulatedRun], rates: dict
 
 
 def _validate(options: SimulationOptions, fit: StepFit | None) -> int:
-    """Repeats the requests of a load test in the simulator under each policy, and compares latencies and rates."""
+    """Simulates the requests of a load test under each policy, and compares the results with those of the load test."""
     assert options.validate is not None
     measured = read_load_test(options.validate)
     results: dict[str, Any] = {}

@@ -91,7 +91,10 @@ def _sentence(description: str) -> str:
 
 
 def _shown(names: list[str]) -> list[str]:
-    """Returns the names that the page shows of a file: all limits and times, then others up to ``MAX_NAMES`` names."""
+    """Returns those of a file's ``names`` that the page shows: all limits and times, then other names.
+
+    Other names are left out if there are more than ``MAX_NAMES`` names.
+    """
     limits = [name for name in names if _LIMIT.fullmatch(name)]
     others = [name for name in names if not _LIMIT.fullmatch(name)]
     return limits + others[: max(0, MAX_NAMES - len(limits))]

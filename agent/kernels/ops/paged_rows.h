@@ -80,7 +80,7 @@ struct TaskRows {
   Unit* queries;                                      // packed queries: [heads * rows][kRowWords * query_units]
   // [heads * rows]: the factor of a score. It includes log2(e), because weights are computed as powers of two.
   float* factors;
-  // [heads * rows]: offset of the integer sums, used by Int8ScoreProduct
+  // [heads * rows]: the number that Int8Form::shift() adds to the sums of integers
   int32_t* offsets;
   SoftmaxState total;                                 // [heads * rows]; unused if several tasks share the context
 
