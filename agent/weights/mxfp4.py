@@ -41,7 +41,8 @@ Bytes = npt.NDArray[np.uint8]
 def scales_of(exponents: Bytes) -> npt.NDArray[np.float32]:
     """Returns the scales for the values of ``DOUBLED``, float32, for stored exponents of any shape.
 
-    These values are twice the 4-bit floats, so the scales are half of 2 ** exponent. Raises CheckpointError for an exponent that stands for NaN.
+    These values are twice the 4-bit floats, so each scale is half of the stored one. Raises CheckpointError for an
+    exponent that stands for NaN.
     """
     if bool((exponents == _NOT_A_NUMBER).any()):
         raise CheckpointError("a scale of type MXFP4 is not a number")

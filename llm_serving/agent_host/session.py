@@ -201,7 +201,7 @@ class Session:
         self._watch()
 
     def _begin(self, start: link.Start) -> None:
-        """Prepares the agents in another thread. When this thread has finished, ``_start`` is called and starts them."""
+        """Prepares the agents in another thread. When this thread has finished, ``_start`` starts the agents."""
         if self._preparation is not None:
             raise ProtocolError("the server started the agents twice")
         try:

@@ -96,7 +96,9 @@ class AttentionStep:
     gamma_dtype: str | None = None
     """Type of ``gammas``. None means ``dtype``."""
     sinks: Float32Array | None = None
-    """Attention sinks: each query head has one additional score, to which no value belongs. They require a ``window`` and no ``gammas``."""
+    """Attention sinks: each query head has one additional score, to which no value belongs. They require a ``window``
+    and no ``gammas``.
+    """
 
 
 def rotary_attention(

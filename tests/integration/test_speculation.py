@@ -22,7 +22,7 @@ from support.small_configs import TINY_LLAMA
 from support.sweeps import with_sweeps
 
 NUM_REQUESTS = 50
-TESTED_REQUESTS = 16
+TESTED_REQUESTS = 25
 """Number of requests that ``make test`` sends: the first ones. ``make test-sweeps`` sends all, with other policies."""
 LIST = "one two three, one two three, one two three, one two"
 PERSON = {
