@@ -380,17 +380,23 @@ class ModelRunner:
         try:
             stream = graph.run_stage(inputs, self._entry.of_step(inputs, slot)) if self._part.pools else None
             scores = self._compute_in_group(inputs, slot) if stream is None else None
-            computed = time.perf_counter_ns()
+            computed, failure = time.perf_counter_ns(), None
             try:
                 if stream is not None and self._pooler is not None:
                     self._pooler.take(stream, inputs, slot)
                 elif scores is not None:
                     self._sample(scores, slot)
+            except (RuntimeError, GroupDownError):
+                raise
+            except Exception as error:
+                failure = error  # raised after the row check, which the other agents run in any case
             finally:
                 last_tokens.step_done(slot)
             cost = cost_of_step(start, computed, scores)
             if slot.checked_row and inputs.token_ids.size == inputs.query_lens.size:
-                self._check_row(slot, scores)
+                self._check_row(slot, scores if failure is None else None)
+            if failure is not None:
+                raise failure
         except RuntimeError as error:
             raise self.after_failure(error) from error
         return cost
@@ -398,14 +404,15 @@ class ModelRunner:
     def _sample(self, scores: StepLogits | DeviceScores, slot: StepSlot) -> None:
         """Samples a step. In an agent that does not sample, computes only this agent's part of the candidates.
 
+        All agents that share the vocabulary start the search for candidates, even if ``Sampler.sample`` then fails.
         Always waits until the device has finished, because the next step overwrites memory that the device may still
         read. ``Sampler.sample`` waits only for the results that it fetches. Raises the errors of ``Sampler.sample``.
         """
         try:
+            if self._part.is_split and isinstance(scores, DeviceScores):
+                find_candidates(scores, slot)
             if self._part.returns_results:
                 self._sampler.sample(scores, slot)
-            elif isinstance(scores, DeviceScores):
-                find_candidates(scores, slot)
         finally:
             if isinstance(scores, DeviceScores):
                 scores.wait()

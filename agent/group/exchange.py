@@ -107,15 +107,15 @@ class Exchange:
     def post_tokens(self, sampled: Int32Array, drawn: Int32Array) -> None:
         """Publishes two arrays of tokens after a step, each int32 [max_rows].
 
-        ``sampled`` has the last token of every batch row. ``drawn`` has the tokens that the device has drawn in this
+        ``sampled`` has the last token of every batch row, or a negative number. ``drawn`` has the tokens that the device has drawn in this
         step, and any number for all other batch rows. The agent that samples calls this once in each step, in the order
         of the steps.
 
         No agent misses a token, although this method waits for no agent:
 
         - An agent reads the last token of a batch row before it launches its part of a step with this batch row. The
-          next token of the row is sampled only after all parts have been computed. Until then, every place in the
-          exchange that is written receives the same token for this row.
+          next token of the row is sampled only after all parts have been computed. Until then, each call of this
+          method publishes the same last token for this row, whichever place in the exchange it overwrites.
         - If the device has drawn tokens in a step, each agent reads the step's tokens before it launches the second
           step after it. So only the tokens of the next step can be published before this read. They go to another place
           in the exchange.

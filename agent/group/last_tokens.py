@@ -60,7 +60,7 @@ class SharedLastTokens:
         tokens = self._table.last_token
         if not self._part.returns_results:
             tokens = self._exchange.tokens_after(int(self._sampled_in[needed].max()))[SAMPLED]
-        # If sampling failed, the table has a negative number. Every agent then uses token 0.
+        # If the logits of a sequence were not finite, its token is a negative number. Every agent then uses token 0.
         last: Int32Array = np.maximum(tokens[needed], 0)
         return last
 
@@ -92,14 +92,23 @@ class SharedLastTokens:
     def publish(self, slot: StepSlot, drawn: Int32Array | None = None) -> None:
         """Publishes the tokens of the oldest step that was not published. Does nothing in agents that do not sample.
 
-        ``drawn`` [seqs] are the tokens that the device has chosen, or None if it has drawn none. If sampling failed,
-        the published token of a sequence is an earlier one or 0. A later step may compute with it, but no client sees
+        ``drawn`` [seqs] are the tokens that the device has chosen, or None if it has drawn none. If the logits of a
+        sequence are not finite, its published token is a negative number. If sampling failed, the published tokens are
+        those of ``replace_tokens``, or earlier ones. A later step may compute with these tokens, but no client sees
         the result.
         """
         if self._part.returns_results:
             of_rows = np.zeros_like(self._table.last_token)
             of_rows[slot.rows[: slot.num_seqs]] = 0 if drawn is None else drawn
-            self._exchange.post_tokens(np.maximum(self._table.last_token, 0), of_rows)
+            self._exchange.post_tokens(self._table.last_token, of_rows)
+
+    def replace_tokens(self, slot: StepSlot, chosen: Int32Array) -> None:
+        """Makes ``chosen`` [seqs], the tokens of the device, the last tokens of a step whose sampling failed.
+
+        Call this in the agent that samples, before ``publish``.
+        """
+        samples = slot.do_sample[: slot.num_seqs] != 0
+        self._table.last_token[slot.rows[: slot.num_seqs][samples]] = chosen[samples]
 
     def of_step(self, number: int, rows: Int32Array) -> tuple[Int32Array, Int32Array]:
         """Returns copies of the tokens that the host and the device have chosen in a step for the batch rows ``rows``.

@@ -64,7 +64,7 @@ class DrawnTokens:
     """The tokens that were chosen in a step, by the sampler and by the device: both int32 [seqs]."""
 
     sampled: Int32Array
-    """If a sequence has no token, because its logits are not finite, this is a negative number or any token."""
+    """A negative number if the logits of the sequence are not finite."""
     drawn: Int32Array
 
 

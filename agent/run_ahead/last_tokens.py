@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from agent.group.last_tokens import SharedLastTokens
 from agent.group.model_part import ModelPart
@@ -15,7 +15,17 @@ from agent.run_ahead.draws import DrawnLater, DrawnTokens
 from agent.sampler import Sampler
 from agent.scores import DeviceScores
 from agent.step_inputs import Int32Array, no_last_token
+from llm_serving.errors import GroupDownError
 from llm_serving.ipc.shm import StepSlot
+
+
+class SampledStep(NamedTuple):
+    """The result of ``LastTokens.sample``."""
+
+    tokens: DrawnLater | None
+    """Returns the tokens that the sampler and the device have chosen. None if the device has drawn no token."""
+    error: Exception | None = None
+    """The error with which this step fails, if its sampling failed. All later steps can run."""
 
 
 class LastTokens(ABC):
@@ -46,11 +56,13 @@ class LastTokens(ABC):
         del slot
 
     @abstractmethod
-    def sample(self, scores: DeviceScores, slot: StepSlot, *, has_draws: bool) -> DrawnLater | None:
-        """Samples the oldest launched step, which the device has computed. Raises the errors of ``Sampler.sample``.
+    def sample(self, scores: DeviceScores, slot: StepSlot, *, has_draws: bool) -> SampledStep:
+        """Samples the oldest launched step, which the device has computed.
 
-        With ``has_draws``, the device has drawn tokens in this step. Then returns a function that returns these tokens
-        and those of the sampler. Otherwise returns None.
+        With ``has_draws``, the device has drawn tokens in this step. Then ``SampledStep.tokens`` is a function.
+
+        Raises RuntimeError if the device failed. If sampling fails for another reason, an agent of a group returns the
+        error, because it needs the tokens nevertheless. An agent that has the whole model raises the error.
 
         Call the function after the launch of the next step, and before the launch of the step after it. In an agent
         that does not sample, the function waits for the agent that samples. This agent may need the next step first,
@@ -70,12 +82,12 @@ class OwnTokens(LastTokens):
             raise no_last_token(row)
         return last
 
-    def sample(self, scores: DeviceScores, slot: StepSlot, *, has_draws: bool) -> DrawnLater | None:
+    def sample(self, scores: DeviceScores, slot: StepSlot, *, has_draws: bool) -> SampledStep:
         self._sampler.sample(scores, slot)
         if not has_draws:
-            return None
+            return SampledStep(None)
         tokens = DrawnTokens(slot.sampled_ids[: slot.num_seqs].copy(), scores.chosen())
-        return lambda: tokens
+        return SampledStep(lambda: tokens)
 
 
 class GroupTokens(LastTokens):
@@ -84,6 +96,8 @@ class GroupTokens(LastTokens):
 
     The agents must decide alike whether a step is launched again. But the host of one agent may sample a step before
     the next step is launched, and the host of another agent after it. So ``uses_draws_later`` is True.
+
+    If sampling fails, the tokens of the device count as sampled. So no agent launches the next step again.
     """
 
     uses_draws_later = True
@@ -104,19 +118,29 @@ class GroupTokens(LastTokens):
     def record(self, slot: StepSlot) -> None:
         self._launched.append(self._shared.record(slot))
 
-    def sample(self, scores: DeviceScores, slot: StepSlot, *, has_draws: bool) -> DrawnLater | None:
-        number = self._launched.popleft()
+    def sample(self, scores: DeviceScores, slot: StepSlot, *, has_draws: bool) -> SampledStep:
+        number, error = self._launched.popleft(), None
         if self._samples:
-            self._sample_and_publish(scores, slot, has_draws=has_draws)
+            error = self._sample_and_publish(scores, slot, has_draws=has_draws)
+        else:
+            scores.wait()  # raises RuntimeError if this agent's device failed, because nothing is fetched here
         if not has_draws:
-            return None
+            return SampledStep(None, error)
         rows = slot.rows[: slot.num_seqs].copy()
-        return lambda: DrawnTokens(*self._shared.of_step(number, rows))
+        return SampledStep(lambda: DrawnTokens(*self._shared.of_step(number, rows)), error)
 
-    def _sample_and_publish(self, scores: DeviceScores, slot: StepSlot, *, has_draws: bool) -> None:
-        drawn = None
+    def _sample_and_publish(self, scores: DeviceScores, slot: StepSlot, *, has_draws: bool) -> Exception | None:
+        """Samples a step and publishes its tokens. Returns the error if sampling failed.
+
+        If the device or the group failed, raises the error and publishes nothing, because all agents end.
+        """
+        drawn, failure = scores.chosen() if has_draws else None, None
         try:
-            drawn = scores.chosen() if has_draws else None
             self._sampler.sample(scores, slot)
-        finally:
-            self._shared.publish(slot, drawn)
+        except (RuntimeError, GroupDownError):
+            raise
+        except Exception as error:
+            failure = error
+            self._shared.replace_tokens(slot, scores.chosen())
+        self._shared.publish(slot, drawn)
+        return failure

@@ -13,8 +13,8 @@ If the host chooses another token than the device has drawn, the next step was c
 launched again with the right tokens. Its second launch writes the same KV positions, before any other step reads them.
 
 The agents of a group launch the same graphs in the same order, because their decisions depend only on the inputs of the
-steps and on the sampled tokens, and never on the time at which a step was sampled. Only one agent samples. The other
-agents get the tokens that its host chooses through ``LastTokens``.
+steps and on the published tokens, and never on the time at which a step was sampled. Only one agent samples. All agents
+get the published tokens through ``LastTokens``. If sampling fails, the published tokens are those of the device.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class _Launched:
     checked: CheckedDraws
     """The drawn tokens with which this step was launched."""
     tokens: DrawnLater | None = None
-    """Returns the chosen tokens, after the step was sampled. None if the device has drawn no token."""
+    """Returns the chosen tokens, after the step was sampled. None before, and if the device has drawn no token."""
     void: _Launched | None = None
     """The first launch of this step, if it was computed with wrong tokens. The device may still read its inputs."""
     computed: int = 0
@@ -261,10 +261,11 @@ class StepsAhead:
         step.is_computed.wait()
         sampling = time.perf_counter_ns()
         try:
-            step.tokens = self._tokens.sample(step.scores, step.slot, has_draws=bool(step.draws.are_drawn.any()))
+            has_draws = bool(step.draws.are_drawn.any())
+            step.tokens, error = self._tokens.sample(step.scores, step.slot, has_draws=has_draws)
             sampled = time.perf_counter_ns()
             computing = step.computed - max(step.start, self._last_computed)
-            outcome = StepCost(
+            outcome = error or StepCost(
                 computing // 1000,
                 (sampled - sampling) // 1000,
                 step.scores.fetched_bytes,
@@ -272,13 +273,15 @@ class StepsAhead:
                 wrong_draws=step.checked.num_wrong,
                 second_launches=int(step.void is not None),
             )
-        except RuntimeError as error:
+        except RuntimeError as failure:
             for other in self._launched:
                 other.is_computed.wait()
-            outcome = self._device.after_failure(error)
-        except Exception as error:
-            outcome = error  # passed to ``done``, which reports the error to the server
+            outcome = self._device.after_failure(failure)
+        except Exception as failure:
+            outcome = failure  # passed to ``done``, which reports the error to the server
         self._last_computed = step.computed
+        # Without draws, the host has the same tokens as the device. So the next step can take them from the host, even
+        # if another agent of the group has launched this step before, with the tokens of the device.
         if step is self._source and (step.tokens is None or not self._tokens.uses_draws_later):
             self._source = None
         step.done(outcome)

@@ -1,7 +1,8 @@
 """Runs one agent of a group, with or without running ahead, and prints the results as JSON.
 
 The name of the model decides: ``plain`` waits for each step, and ``ahead`` runs on an artificial device, which finishes
-a step after 1 ms. ``drawn`` runs on such a device, too, but only steps with a temperature of which one fails.
+a step after 1 ms. ``drawn 0`` and ``drawn 1`` run on such a device, too, but only steps with a temperature, of which one
+fails in the agent with this rank.
 ``group_program`` describes the arguments.
 """
 
@@ -12,13 +13,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("", "agent"))]
 
 from group_program import print_models, start_driver  # noqa: E402
 from run_ahead_program import (  # noqa: E402
+    GREEDY,
     IN_FLIGHT,
     RANDOM_RUNS,
+    Parts,
     Step,
     alternating_plan,
     drawn_sampling,
@@ -33,6 +38,8 @@ from run_ahead_program import (  # noqa: E402
 from step_driver import Part, StepDriver, blocks_for  # noqa: E402
 
 from agent.row_check import RowCheckError  # noqa: E402
+from llm_serving.errors import GroupDownError, ProtocolError  # noqa: E402
+from llm_serving.ipc.messages import Decode, Prefill  # noqa: E402
 from llm_serving.ipc.shm import LAST_TOKEN  # noqa: E402
 from performance.artificial_device.ops import use_artificial_device  # noqa: E402
 from performance.artificial_device.queue import ArtificialDevice, QueuedLaunch, Run  # noqa: E402
@@ -40,6 +47,8 @@ from support.agent_group import Setup  # noqa: E402
 
 SPOILED = 8
 """The number of the step that fails in the last run."""
+UNSAMPLED = 1
+"""The number of the step whose sampling fails in ``run_unsampled``."""
 
 
 class NotedDevice(ArtificialDevice):
@@ -60,8 +69,8 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
     if model["name"] != "plain":
         use_artificial_device(device)
     driver = start_driver(setup, model, rank)
-    if model["name"] == "drawn":
-        return run_failing(driver, list(plan(drawn_sampling)))
+    if model["name"].startswith("drawn"):
+        return run_failing_drawn(driver, fails=model["name"] == f"drawn {rank}")
     found: dict[str, Any] = {
         "greedy": run_steps(driver, greedy_plan()),
         "mixed": run_steps(driver, mixed_plan()),
@@ -72,6 +81,7 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
         found["whole"] = run_steps(driver, list(plan(whole_sampling)))
     found["copied"] = sorted(copied, key=str)
     found["checked"] = run_checked(driver)
+    found["unsampled"] = run_unsampled(driver, rank)
     if model["name"] == "ahead":
         found |= run_wrong_draws(driver, device, rank)
         device.captures = True
@@ -86,6 +96,45 @@ def run_failing(driver: StepDriver, steps: list[Step]) -> dict[str, Any]:
     for reader in driver.runner._readers:
         reader._num_blocks *= 2**20  # the readers then accept numbers of blocks that do not exist
     return {"failing": run_steps(driver, steps, spoil=SPOILED)}
+
+
+def run_failing_drawn(driver: StepDriver, *, fails: bool) -> dict[str, Any]:
+    """Runs steps with a temperature, of which one fails in this agent if ``fails`` is True.
+
+    Notes whether the agent learns of the end of its group while it waits for the tokens of a step.
+    """
+    for reader in driver.runner._readers:
+        reader._num_blocks *= 2**20  # the readers then accept numbers of blocks that do not exist
+    tokens = driver.runner._last_tokens
+    assert tokens is not None
+    of_step, ended = tokens.of_step, []
+
+    def noted(*arguments: Any) -> Any:
+        try:
+            return of_step(*arguments)
+        except GroupDownError:
+            ended.append(True)
+            raise
+
+    tokens.of_step = noted  # type: ignore[method-assign]
+    found = run_steps(driver, list(plan(drawn_sampling)), spoil=SPOILED if fails else -1)
+    return {"failing": found | {"ended_in_wait": bool(ended)}}
+
+
+def run_unsampled(driver: StepDriver, rank: int) -> list[dict[str, Any]]:
+    """Runs the same steps several times. The first run is right. In all others, the sampling of one step fails.
+
+    In the last two runs, one agent gets each step after it has sampled the previous step.
+    """
+    part = Parts(np.random.default_rng(7), lambda row: GREEDY | {"temperature": 0.9, "top_k": 20, "seed": 11 + row})
+    steps = [Step(Prefill, [part(0), part(1), part(2)]), Step(Decode, [part(0), part(1), part(2)])]
+    steps += [Step(Decode, [part(0), part(1)]), Step(Prefill, [part(3), part(4)])]
+    steps += [Step(Decode, [part(3), part(4)]) for _ in range(4)]
+    runs = [run_steps(driver, steps), run_steps(driver, steps, unsampled=UNSAMPLED)]
+    for late in range(2):
+        in_flight = 1 if rank == late else IN_FLIGHT
+        runs.append(run_steps(driver, steps, in_flight=in_flight, unsampled=UNSAMPLED))
+    return runs
 
 
 def run_wrong_draws(driver: StepDriver, device: NotedDevice, rank: int) -> dict[str, Any]:
@@ -117,19 +166,29 @@ def run_checked(driver: StepDriver) -> dict[str, Any]:
     """Runs a prompt step and a checked decode step, each of which must end before the next one starts.
 
     Returns the tokens, the error of the check, and the number of launches that the device still computes after each
-    step.
+    step. Then runs the decode step again, but its sampling fails, and after it the prompt step. Returns this error and
+    the tokens of the last step, too.
     """
     driver.runner.reset()
     prompts = [[7, 8, 9, 10, 11], [50, 51, 52], [120, 121, 122, 123]]
     parts = [Part(prompt, 0, blocks_for(row, 64), row) for row, prompt in enumerate(prompts)]
     tokens, error = [[each.token for each in driver.prefill(*parts)]], ""
     running = [num_running()]
-    parts = [replace(part, tokens=[LAST_TOKEN], start=len(part.tokens), sample_position=1) for part in parts]
+    later = [replace(part, tokens=[LAST_TOKEN], start=len(part.tokens), sample_position=1) for part in parts]
     try:
-        tokens.append([each.token for each in driver.decode(*parts, checked_row=2)])
+        tokens.append([each.token for each in driver.decode(*later, checked_row=2)])
     except RowCheckError as problem:
         error = str(problem)
-    return {"tokens": tokens, "error": error, "running": [*running, num_running()]}
+    running.append(num_running())
+    failed = ""
+    driver.slot.mask_number[0] = 1
+    try:
+        driver.decode(*later, checked_row=2)
+    except ProtocolError as problem:
+        failed = str(problem)
+    driver.slot.mask_number[0] = 0
+    again = [each.token for each in driver.prefill(*parts)]
+    return {"tokens": tokens, "error": error, "running": running, "failed": failed, "again": again}
 
 
 def num_running() -> int:

@@ -115,11 +115,14 @@ def alternating_plan() -> list[Step]:
     return steps + [Step(Decode, [part(0), part(1 + number % 2)]) for number in range(ROUNDS)]
 
 
-def run_steps(driver: StepDriver, steps: list[Step], spoil: int = -1, in_flight: int = IN_FLIGHT) -> dict[str, Any]:
+def run_steps(
+    driver: StepDriver, steps: list[Step], spoil: int = -1, in_flight: int = IN_FLIGHT, unsampled: int = -1
+) -> dict[str, Any]:
     """Sends the steps to a worker, at most ``in_flight`` at a time.
 
     Returns the results of the steps, the order of events, and the exit code of the worker. A step without a result has
-    None. Step number ``spoil`` refers to a block that does not exist, so that it fails.
+    None. Step number ``spoil`` refers to a block that does not exist, so that it fails. In step number ``unsampled``, the
+    last sequence has a token mask that the slot does not contain, so that sampling fails.
     """
     slots, results, events = [], {}, []
     for step in steps:
@@ -129,6 +132,8 @@ def run_steps(driver: StepDriver, steps: list[Step], spoil: int = -1, in_flight:
         slot.header[1] = number
     if spoil >= 0:
         slots[spoil].block_tables[0] = slots[spoil].slot_mapping[0] = 2**27
+    if unsampled >= 0:
+        slots[unsampled].mask_number[len(steps[unsampled].parts) - 1] = 1
     queue = TaskQueue("fcfs", max_steps=IN_FLIGHT)
     waiting = iter(range(len(steps)))
 

@@ -115,10 +115,24 @@ def test_a_failed_sampling_publishes_a_valid_token(pair: Pair) -> None:
     assert resolved(pair.first, LAST, row(3), ONE) == [0]
 
 
+def test_after_a_failed_sampling_all_agents_use_the_tokens_of_the_device(pair: Pair) -> None:
+    slot, chosen = pair.step([3, 1], [True, False]), np.array([42, 43], np.int32)
+    for agent in (pair.first, pair.last):
+        agent.record(slot)
+    pair.tables[1].last_token[[3, 1]] = 5, 6
+    pair.last.replace_tokens(slot, chosen)
+    pair.last.publish(slot, chosen)
+    for agent in (pair.first, pair.last):
+        sampled, drawn = agent.of_step(0, slot.rows[:2])
+        assert sampled.tolist() == [42, 6], "the second sequence does not sample"
+        assert drawn.tolist() == [42, 43]
+        assert resolved(agent, LAST, row(3), ONE) == [42]
+
+
 def test_the_tokens_of_a_step_can_be_read_until_the_second_step_after_it_is_sampled(pair: Pair) -> None:
     """The other agents compare the tokens that the device has drawn in a step, while the next step is sampled already.
 
-    Every agent gets the same tokens, also after a sampling that failed.
+    Every agent gets the same tokens. The token of a sequence whose logits are not finite stays negative.
     """
     slot = pair.step([3, 1], [True, True])
     for number in range(5):
@@ -128,7 +142,7 @@ def test_the_tokens_of_a_step_can_be_read_until_the_second_step_after_it_is_samp
         for agent in (pair.first, pair.last):
             for step in range(max(0, number - 1), number + 1):
                 sampled, drawn = agent.of_step(step, slot.rows[:2])
-                assert sampled.tolist() == [10 * step, 0]
+                assert sampled.tolist() == [10 * step, -1]
                 assert drawn.tolist() == [10 * step + step % 2, 7]
     with pytest.raises(GroupDownError, match="tokens of the last stage"):
         pair.first.of_step(5, slot.rows[:2])

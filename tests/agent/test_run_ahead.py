@@ -24,6 +24,8 @@ from support.step_config import make_config
 PROGRAM = Path(__file__).with_name("run_ahead_program.py")
 FAILED = 8
 """The number of the step that fails in the part ``failing`` of the program."""
+UNSAMPLED = 1
+"""The number of the step whose sampling fails in the runs ``unsampled`` of a group."""
 
 
 TOGETHER = ("greedy", "mixed", "drawn", "failing", "captured")
@@ -210,7 +212,8 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("group") / "model"
     write_model(with_layers(VARIANTS["llama3_rope"], 1), folder)
     setup = Setup(2, 1, "bfloat16", "native")
-    return run_group(setup, dict.fromkeys(("plain", "ahead", "drawn"), folder), "run_ahead_group_worker.py")
+    models = dict.fromkeys(("plain", "ahead", "drawn 0", "drawn 1"), folder)
+    return run_group(setup, models, "run_ahead_group_worker.py")
 
 
 def test_the_agents_of_a_group_launch_greedy_steps_ahead_and_change_no_bit(group: list[dict[str, Any]]) -> None:
@@ -324,11 +327,53 @@ def test_each_agent_of_a_group_waits_for_the_device_before_a_step_ends(group: li
 
 
 def test_a_step_that_fails_ends_all_agents_of_a_group(group: list[dict[str, Any]]) -> None:
-    for kind in ("plain", "ahead", "drawn"):
+    for kind in ("plain", "ahead"):
         runs = [agent[kind]["failing"] for agent in group]
         assert [run["code"] for run in runs] == [1, 1]
-        failed = [step["error"] for run in runs for step in run["results"] if step and step["error"]]
-        assert set(failed) == {"the graph failed: ReshapeAndCache refused"}
+        assert errors_of(runs[0]) | errors_of(runs[1]) == {"the graph failed: ReshapeAndCache refused"}
+
+
+def test_a_step_that_fails_in_one_agent_ends_all_agents_of_a_group(group: list[dict[str, Any]]) -> None:
+    """If the first agent fails, the other one learns of it while it waits for the tokens of the step."""
+    for rank in range(2):
+        runs = [agent[f"drawn {rank}"]["failing"] for agent in group]
+        assert [run["code"] for run in runs] == [1, 1]
+        assert errors_of(runs[rank]) == {"the graph failed: ReshapeAndCache refused"}
+        if rank == 0:
+            assert errors_of(runs[1]) == set()
+            assert runs[1]["ended_in_wait"]
+
+
+def errors_of(run: dict[str, Any]) -> set[str]:
+    return {step["error"] for step in run["results"] if step and step["error"]}
+
+
+def test_a_step_whose_sampling_fails_changes_no_other_step_of_a_group(group: list[dict[str, Any]]) -> None:
+    """Only the agent that samples fails the step. All agents must launch the same graphs nevertheless."""
+    first, other = group
+    wanted = bits(first["plain"]["unsampled"][0]["results"])
+    assert not any(error for error, _, _ in wanted)
+    for kind in ("plain", "ahead"):
+        assert bits(first[kind]["unsampled"][0]["results"]) == wanted
+        for runs in zip(first[kind]["unsampled"][1:], other[kind]["unsampled"][1:], strict=True):
+            results = bits(runs[0]["results"])
+            failed = [step for step, (error, _, _) in enumerate(results) if error]
+            assert failed == [UNSAMPLED]
+            assert "masks" in results[UNSAMPLED][0]
+            assert results[:UNSAMPLED] == wanted[:UNSAMPLED]
+            assert results[UNSAMPLED + 2 :] == wanted[UNSAMPLED + 2 :], "these sequences are not in the failed step"
+            assert not errors_of(runs[1])
+            counts = [num_launched(run["events"]) for run in runs]
+            assert counts == ([len(wanted)] * 2 if kind == "ahead" else [0, 0])
+
+
+def test_a_checked_step_whose_sampling_fails_changes_no_later_step_of_a_group(group: list[dict[str, Any]]) -> None:
+    """All agents compute the row check, although only one of them has failed to sample."""
+    for kind in ("plain", "ahead"):
+        first, other = (agent[kind]["checked"] for agent in group)
+        assert "masks" in first["failed"]
+        assert other["failed"] == ""
+        assert first["again"] == first["tokens"][0]
 
 
 def test_stages_agents_that_pool_and_hybrid_models_do_not_run_ahead() -> None:
