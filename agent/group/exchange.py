@@ -107,9 +107,9 @@ class Exchange:
     def post_tokens(self, sampled: Int32Array, drawn: Int32Array) -> None:
         """Publishes two arrays of tokens after a step, each int32 [max_rows].
 
-        ``sampled`` has the last token of every batch row, or a negative number. ``drawn`` has the tokens that the device has drawn in this
-        step, and any number for all other batch rows. The agent that samples calls this once in each step, in the order
-        of the steps.
+        ``sampled`` has the last token of every batch row, or a negative number if the row has none. ``drawn`` has the
+        tokens that the device has drawn in this step, and any number for all other batch rows. The agent that samples
+        calls this once in each step, in the order of the steps.
 
         No agent misses a token, although this method waits for no agent:
 

@@ -121,8 +121,8 @@ def run_steps(
     """Sends the steps to a worker, at most ``in_flight`` at a time.
 
     Returns the results of the steps, the order of events, and the exit code of the worker. A step without a result has
-    None. Step number ``spoil`` refers to a block that does not exist, so that it fails. In step number ``unsampled``, the
-    last sequence has a token mask that the slot does not contain, so that sampling fails.
+    None. Step number ``spoil`` refers to a block that does not exist, so that it fails. In step number ``unsampled``,
+    the last sequence has a token mask that the slot does not contain, so that sampling fails.
     """
     slots, results, events = [], {}, []
     for step in steps:
