@@ -1,9 +1,8 @@
 """Runs one agent of a group, with or without running ahead, and prints the results as JSON.
 
 The name of the model decides: ``plain`` waits for each step, and ``ahead`` runs on an artificial device, which finishes
-a step after 1 ms. ``drawn 0`` and ``drawn 1`` run on such a device, too, but only steps with a temperature. One of these
-steps fails in the agent with this rank.
-``group_program`` describes the arguments.
+a step after 1 ms. ``drawn 0`` and ``drawn 1`` run on such a device, too, but only steps with a temperature. One of
+these steps fails in the agent with this rank. ``group_program`` describes the arguments.
 """
 
 from __future__ import annotations
