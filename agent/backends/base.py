@@ -1,5 +1,4 @@
-"""The interface between models and devices: a table of operators. ``agent.backends.device`` has the other interfaces of
-a device.
+"""The interface between models and devices: a table of operators. ``agent.backends.device`` has other interfaces.
 
 A model uses a device only through the operators of an ``OpTable``. Code that builds or runs graphs reads the device's
 ``DeviceTraits`` and calls its ``DeviceHooks``. To add a device, write an OpTable and add it to ``selector.py``.
@@ -114,8 +113,7 @@ class OpTable(ABC):
         self.hooks = hooks or DeviceHooks()
         self.takes_rows = False
         """True if the model reads images. Then the graph's first input is not token ids but a matrix [tokens,
-        hidden_size]. The matrix has the embedding of each text token, and an output row of the vision encoder for each
-        image token.
+        hidden_size]: the embedding of each text token, and a row of the vision encoder's output for each image token.
         """
         self.rows: Array | None = None
         """[tokens, hidden_size]: the fixed array that every step reads as its first input, if ``takes_rows``. None if

@@ -32,9 +32,7 @@ class LastTokens(ABC):
     """The last tokens of all batch rows, and the sampler that chooses them."""
 
     uses_draws_later: ClassVar[bool]
-    """Whether the next step must use the tokens that the device has drawn in a step, even if the host has sampled this
-    step before the next step is launched.
-    """
+    """True if a step must start with the tokens that the device has drawn, also if the host's tokens are known."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler

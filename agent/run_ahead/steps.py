@@ -280,8 +280,8 @@ class StepsAhead:
         except Exception as failure:
             outcome = failure  # passed to ``done``, which reports the error to the server
         self._last_computed = step.computed
-        # Without draws, the host has the same tokens as the device. So the next step can take them from the host, even
-        # if another agent of the group has launched this step before, with the tokens of the device.
+        # Without draws, host and device have the same tokens. So one agent of a group may launch the next step with the
+        # tokens of the host, and another agent with those of the device.
         if step is self._source and (step.tokens is None or not self._tokens.uses_draws_later):
             self._source = None
         step.done(outcome)

@@ -121,9 +121,7 @@ class RemoteGroup:
         """The reason why the node does not serve this model, or an empty text."""
         self._problem = ""
         self._broken = ""
-        """The error of a failed send. Reads from the link do not notice it, so ``look`` reports it. Empty without an
-        error.
-        """
+        """The error of a failed send, or empty. Reads from the link do not notice it, so ``look`` reports it."""
         self.slots = new_slots(config) if part is None else part.slots
         self._contents = [SlotContents(slot) for slot in self.slots]
         self._selector = selectors.DefaultSelector()

@@ -328,9 +328,7 @@ class Config:
 
     @property
     def num_pool_blocks(self) -> int:
-        """Number of host blocks of an agent: ``num_host_blocks`` for swapped sequences, and the host blocks of KV
-        tiers.
-        """
+        """Number of host blocks of an agent: those for swapped sequences and those of the KV tiers."""
         return self.num_host_blocks + self.kv_tier_config.host_blocks
 
     @property

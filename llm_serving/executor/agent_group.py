@@ -63,9 +63,7 @@ class AgentGroup:
         self._forecast = StepForecast()
         self._other_work = OtherWork(len(ranks))
         self._runs_operator_code = bool(config.model_config.logits_processors)
-        """True if steps call logits processors. Logits processors are Python code of the operator, and may run for any
-        time.
-        """
+        """True if steps call logits processors: Python code of the operator, which may run for any time."""
         self._min_sleep_s = min_sleep_s
         self._first_rank = ranks.start
         self._may_sleep = config.device != "CPU"

@@ -45,7 +45,7 @@ COLLECTIVE_BYTES = 512 * 1024
 cache.
 """
 COLLECTIVE_BUFFERS = 2
-"""Number of collective buffers of each agent. An agent uses its buffers in turn."""
+"""Number of collective buffers of each agent. Successive pieces of an array go to different buffers."""
 TOKEN_PLACES = 2
 """Number of steps whose tokens the exchange keeps. While an agent reads the tokens of a step, the next step may be
 sampled.

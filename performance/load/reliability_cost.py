@@ -123,7 +123,7 @@ def _pair(parsed: argparse.Namespace, base: LoadOptions, number: int, program: P
     with ExitStack() as stack:
         servers = {name: stack.enter_context(_server(parsed, name, base, program)) for name in rounds}
         for index in range(parsed.rounds):
-            seed = base.seed + number * parsed.rounds + index
+            seed = base.seed + 2 * (number * parsed.rounds + index)  # the warm-up of a round uses the next seed
             for name in ("on", "off") if (number + index) % 2 == 0 else ("off", "on"):
                 rounds[name].append(_measure(parsed, name, replace(servers[name], seed=seed)))
     found = {}

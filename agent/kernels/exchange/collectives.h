@@ -6,7 +6,7 @@
 // pieces, each agent adds up all pieces itself, in the order of the ranks. It adds in float32 and rounds once. So all
 // agents get the same bits, and an element of the sum depends only on its own terms.
 //
-// Each agent uses two buffers in turn, so its piece n overwrites its piece n - 2. Before an agent writes piece n, it
+// Each agent has two buffers, so its piece n overwrites its piece n - 2. Before an agent writes piece n, it
 // waits until all agents have published piece n - 1. This is sufficient, because an agent publishes piece n - 1 only
 // after it has read piece n - 2. All agents of a stage must call the same functions in the same order.
 #pragma once

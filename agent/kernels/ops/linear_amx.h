@@ -179,8 +179,8 @@ struct TiledForm {
     return {x, x + upper * job.x_stride, job.x_stride * static_cast<int64_t>(sizeof(X))};
   }
 
-  // Multiplies a chunk of weights by all rows of the task, in blocks of up to 32 rows. If `alternate`, successive
-  // blocks use two parts of `sums` in turn. Otherwise `sums` holds the sums of all rows.
+  // Multiplies a chunk of weights by all rows of the task, in blocks of up to 32 rows. If `alternate`, `sums` has two
+  // parts: a block uses one of them, and the next block uses the other. Otherwise `sums` has room for all rows.
   template <class Finishing>
   static void multiply_chunk(const LinearJob& job, const Chunk& chunk, int64_t row, int64_t rows, float* sums,
                              bool alternate, Finishing* finishing) {

@@ -508,8 +508,8 @@ static inline void attend_block(const TaskRows& all, const TilePanels* panels, c
 #ifdef LLMK_AMX
 // Computes a partition for rows [skip, all.rows) of one head on tiles, block after block. The vector units convert the
 // scores of one block to weights. At the same time, the tiles compute the scores of the next block and the sums of the
-// previous block. Successive blocks use the two elements of `memory` in turn. Calls close(block, memory) when the sums
-// of a block are complete.
+// previous block. So a block uses one of the two elements of `memory`, and the next block uses the other. Calls
+// close(block, memory) when the sums of a block are complete.
 template <class F, class Close>
 static inline void attend_blocks(const TaskRows& all, const TilePanels& panels, int64_t head, int64_t skip,
                                  const BlockMemory (&memory)[2], const Close& close) {
