@@ -43,6 +43,7 @@ from llm_serving.ipc.shm import LAST_TOKEN  # noqa: E402
 from performance.artificial_device.ops import use_artificial_device  # noqa: E402
 from performance.artificial_device.queue import ArtificialDevice, QueuedLaunch, Run  # noqa: E402
 from support.agent_group import Setup  # noqa: E402
+from support.time_limits import time_limit  # noqa: E402
 
 SPOILED = 8
 """The number of the step that fails in the last run."""
@@ -64,6 +65,7 @@ launches: list[QueuedLaunch] = []
 
 
 def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
+    await_launches()
     device = NotedDevice(device_s=0.001)
     if model["name"] != "plain":
         use_artificial_device(device)
@@ -188,6 +190,16 @@ def run_checked(driver: StepDriver) -> dict[str, Any]:
     driver.slot.mask_number[0] = 0
     again = [each.token for each in driver.prefill(*parts)]
     return {"tokens": tokens, "error": error, "running": running, "failed": failed, "again": again}
+
+
+def await_launches() -> None:
+    """Waits for all launches of earlier models. MindSpore cannot compile a graph while another thread runs one.
+
+    A run that ends with a failed step leaves launches behind.
+    """
+    for launch in launches:
+        assert launch._is_done.wait(time_limit(60.0)), "a launch of an earlier model does not end"
+    launches.clear()
 
 
 def num_running() -> int:
