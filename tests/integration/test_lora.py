@@ -105,13 +105,13 @@ def test_chunks_and_preemption_change_no_bit_of_quantised_layers(
 ) -> None:
     adapters = ", ".join(f"'{name}={folders[name]}'" for name in NAMES)
     pressed = ["scheduler_config.max_num_batched_tokens=24", "scheduler_config.policy=chunked",
-               "pa_config.num_blocks=20", "pa_config.decode_seq_length=256", "scheduler_config.prefix_cache=False",
+               "pa_config.num_blocks=17", "pa_config.decode_seq_length=256", "scheduler_config.prefix_cache=False",
                "model_config.weight_format=int4", "model_config.model_dtype=bfloat16"]  # fmt: skip
     jobs = [(name, [*PROMPT * (1 + index % 3), index + 3]) for index, name in enumerate([None, *NAMES] * 3)]
     with running_server(tmp_path / "server", [*slots, f"lora_config.adapters=[{adapters}]", *pressed]) as server:
-        alone = [complete(server, *job, tokens=60) for job in jobs]
+        alone = [complete(server, *job, tokens=100) for job in jobs]
         with ThreadPoolExecutor(len(jobs)) as pool:
-            together = list(pool.map(lambda job: complete(server, *job, tokens=60), jobs))
+            together = list(pool.map(lambda job: complete(server, *job, tokens=100), jobs))
         preemptions = server.get("/server_info")["engine"]["preemptions"]
     assert together == alone
     assert preemptions > 0
