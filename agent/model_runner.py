@@ -139,7 +139,7 @@ class ModelRunner:
         )
         if self._drafter is not None:
             self._drafter.load(lambda done, of: self._report("load the draft model", done, of), self._model)
-        elif not self._entry.load(self._model, self.tiles):
+        elif self._config.draft is None and not self._entry.load(self._model, self.tiles):
             self.ahead = self._made_steps_ahead(self._model)
         if self.hand_over_pool is not None:
             own = [] if self._drafter is None else self._drafter.handed_arrays
@@ -257,13 +257,21 @@ class ModelRunner:
             self._sample(scores, slot)
         except RuntimeError as error:
             raise self.after_failure(error) from error
-        cost = cost_of_step(start, computed, scores)
-        if self._drafter is not None:
-            draft_us = self._drafter.after_step(slot, inputs, self._graph.tapped(inputs.token_ids.size))
-            cost = cost._replace(sample_us=cost.sample_us + draft_us, draft_us=draft_us)
+        cost = self._with_drafts(cost_of_step(start, computed, scores), slot, inputs)
         if slot.checked_row and is_decode:
             self._check_row(slot, scores)
         return cost
+
+    def _with_drafts(self, cost: StepCost, slot: StepSlot, inputs: StepInputs) -> StepCost:
+        """Makes drafts after a step that was sampled. Returns ``cost`` with the time of the draft model.
+
+        Does nothing in an agent without a draft model.
+        """
+        if self._drafter is None:
+            return cost
+        assert self._graph is not None
+        draft_us = self._drafter.after_step(slot, inputs, self._graph.tapped(inputs.token_ids.size))
+        return cost._replace(sample_us=cost.sample_us + draft_us, draft_us=draft_us)
 
     def _run_pooled(self, slot: StepSlot, inputs: StepInputs, pooler: Pooler, start: int) -> StepCost:
         """Runs a step of a model that pools. Its results are pooled hidden states instead of sampled tokens."""
@@ -386,13 +394,13 @@ class ModelRunner:
                     self._pooler.take(stream, inputs, slot)
                 elif scores is not None:
                     self._sample(scores, slot)
+                cost = self._with_drafts(cost_of_step(start, computed, scores), slot, inputs)
             except (RuntimeError, GroupDownError):
                 raise
             except Exception as error:
                 failure = error  # raised after the row check, which the other agents run in any case
             finally:
                 last_tokens.step_done(slot)
-            cost = cost_of_step(start, computed, scores)
             if slot.checked_row and inputs.token_ids.size == inputs.query_lens.size:
                 self._check_row(slot, scores if failure is None else None)
             if failure is not None:

@@ -31,9 +31,9 @@ class HeadNetwork(DraftNetwork):
     Call ``load_head``, ``compile`` and ``warm_up`` once, in this order. Imports mindspore.
     """
 
-    def __init__(self, config: Config, head: Head, rank: int) -> None:
+    def __init__(self, config: Config, head: Head) -> None:
         """``config`` is the config of the head, as ``Config.draft_config()`` returns it."""
-        super().__init__(config, rank)
+        super().__init__(config)
         self._head = head
         of_tokens = replace(config, shape=replace(config.shape, vocab_size=head.vocab_size))
         self._reader = StepReader(of_tokens, config.max_num_seqs)

@@ -7,13 +7,17 @@ from agent.drafting.head_drafter import HeadDrafter
 from agent.drafting.head_network import HeadNetwork
 from agent.drafting.network import DraftNetwork
 from llm_serving.config import Config
+from llm_serving.model.parallel import answers
 
 
 def make_drafter(config: Config, rank: int) -> Drafter | None:
-    """Makes the drafter of a deployment, but does not load it. Returns None if no agent makes drafts."""
-    if config.draft is None:
+    """Makes the drafter of an agent, but does not load it. Returns None if the agent makes no drafts.
+
+    If agents share the model, only the agent that samples makes drafts, with the whole draft model.
+    """
+    if config.draft is None or not answers(rank, config.parallel_config):
         return None
     own = config.draft_config()
     if config.draft.head is None:
-        return Drafter(config, DraftNetwork(own, rank))
-    return HeadDrafter(config, HeadNetwork(own, config.draft.head, rank))
+        return Drafter(config, DraftNetwork(own))
+    return HeadDrafter(config, HeadNetwork(own, config.draft.head))

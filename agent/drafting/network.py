@@ -31,10 +31,10 @@ class DraftNetwork:
     Call ``load``, ``compile`` and ``warm_up`` once, in this order. Imports mindspore.
     """
 
-    def __init__(self, config: Config, rank: int) -> None:
+    def __init__(self, config: Config) -> None:
         """``config`` is the config of the draft model, as ``Config.draft_config()`` returns it."""
         self.config = config
-        self._part = ModelPart.of(config, rank)
+        self._part = ModelPart.of(config)
         self._reader = StepReader(config, config.max_num_seqs)
         layout = SlotLayout.of(config.slot_limits())
         self._slot = StepSlot(layout, bytearray(layout.slot_bytes))

@@ -466,6 +466,7 @@ class Config:
             self,
             model_config=model,
             shape=draft.shape,
+            parallel_config=ParallelConfig(),
             pa_config=replace(cache, num_blocks=cache.num_blocks + scratch, num_host_blocks=self.num_host_blocks),
             serving_config=replace(self.serving_config, structured_outputs=False),
             speculative_config=SpeculativeConfig("off"),

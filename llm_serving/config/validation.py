@@ -282,12 +282,14 @@ def _check_draft_model(raw: RawConfig, config: Config) -> None:
 
     The contexts of a head are not checked. Published heads state shorter contexts than the model, but have no limit.
     """
-    method, draft = config.speculative_config.method, config.draft
+    method, draft, parallel = config.speculative_config.method, config.draft, config.parallel_config
     obstacles = {
         "a model_config.model_type mindformers": config.model_config.model_type == "mindformers",
         "an Ascend, as it has not been run there": config.device == "Ascend",
-        "agents that share a model (parallel_config.tensor_parallel, pipeline_parallel)": (
-            config.parallel_config.group_size > 1
+        "stages of a pipeline (parallel_config.pipeline_parallel)": parallel.pipeline_parallel > 1,
+        "several nodes for each replica (parallel_config.nodes_per_replica)": parallel.nodes_per_replica > 1,
+        "agents that share a model (parallel_config.tensor_parallel)": (
+            method != "draft" and parallel.tensor_parallel > 1
         ),
         "embeddings, scores or classes (model_config.task)": config.pooling is not None,
         "model_config.page_attention: False": not config.model_config.page_attention,

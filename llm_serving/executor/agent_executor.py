@@ -251,8 +251,9 @@ class AgentExecutor:
         os.close(wake)
 
     def _new_slots(self, slots: Sequence[StepSlot]) -> StepSlots:
-        interval = self._config.row_check_interval
-        return StepSlots(self._config.slot_limits(), self._config.pa_config.block_size, self._ranks, slots, interval)
+        config, interval = self._config, self._config.row_check_interval
+        answering = len(self._ranks) - config.parallel_config.tensor_parallel  # the first agent of the last stage
+        return StepSlots(config.slot_limits(), config.pa_config.block_size, self._ranks, slots, interval, answering)
 
     def _start_group(self) -> None:
         """Starts the agents. Raises AgentStartError, also if the system has no processes, files or memory left."""

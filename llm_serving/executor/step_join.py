@@ -16,15 +16,16 @@ class StepJoin:
     agents fail the step, the other agents may wait for them forever. Then the group must be restarted, and the step's
     requests end with an error. ``torn`` is the reason for this restart. It is set when all agents have replied, or by
     ``check_overdue`` if replies are missing at the time ``overdue_at``. ``first_rank`` is the rank of the first agent,
-    for messages.
+    for messages. ``answering`` is the number, in the group, of the agent that samples.
     """
 
     GRACE_S = 5.0
     """Maximum time for the replies of the other agents after one agent has failed a step."""
 
-    def __init__(self, num_agents: int, first_rank: int) -> None:
+    def __init__(self, num_agents: int, first_rank: int, answering: int = 0) -> None:
         self._num_agents = num_agents
         self._first_rank = first_rank
+        self._answering = answering
         self._replies: dict[int, dict[int, StepDone | StepFailed]] = {}
         self._failed: dict[int, float] = {}
         self.torn: str | None = None
@@ -33,8 +34,8 @@ class StepJoin:
     def add(self, member: int, reply: StepDone | StepFailed) -> StepDone | StepFailed | None:
         """Processes an agent's reply. ``member`` is its number in the group.
 
-        Returns None until the last reply. Then returns one reply for the whole group, with the longest times of all
-        agents. If one agent failed, the step has failed. Raises AgentLostError if an agent replies twice, or if the
+        Returns None until the last reply. Then returns one reply for the whole group, with the times of the agent that
+        samples. If one agent failed, the step has failed. Raises AgentLostError if an agent replies twice, or if the
         agents name different slots.
         """
         replies = self._replies.setdefault(reply.seq, {})
@@ -51,7 +52,8 @@ class StepJoin:
         del self._replies[reply.seq]
         failures = _failures(replies)
         if not failures:
-            return _longest([each for each in replies.values() if isinstance(each, StepDone)])
+            done = {number: each for number, each in replies.items() if isinstance(each, StepDone)}
+            return _joined(done[self._answering], list(done.values()))
         del self._failed[reply.seq]
         if len(failures) < self._num_agents:
             self.torn = f"{self._failed_agents(replies)} failed step {reply.seq}, and the rest of the group did not"
@@ -108,14 +110,19 @@ def _text(failures: Iterable[StepFailed]) -> str:
     return "; ".join(dict.fromkeys(each.error for each in failures))
 
 
-def _longest(replies: list[StepDone]) -> StepDone:
-    first = replies[0]
+def _joined(answer: StepDone, replies: list[StepDone]) -> StepDone:
+    """Returns the reply of the whole group. ``answer`` is the reply of the agent that samples.
+
+    The other agents wait for this agent in the next step, while it still samples or makes drafts. So their times would
+    count the same wait twice.
+    """
     return StepDone(
-        seq=first.seq,
-        slot=first.slot,
-        queue_us=max(each.queue_us for each in replies),
-        graph_us=max(each.graph_us for each in replies),
-        sample_us=max(each.sample_us for each in replies),
+        seq=answer.seq,
+        slot=answer.slot,
+        queue_us=answer.queue_us,
+        graph_us=answer.graph_us,
+        sample_us=answer.sample_us,
+        draft_us=answer.draft_us,
         fetched_bytes=sum(each.fetched_bytes for each in replies),
         device_draws=max(each.device_draws for each in replies),
         wrong_draws=max(each.wrong_draws for each in replies),

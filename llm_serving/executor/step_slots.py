@@ -69,11 +69,18 @@ class StepSlots:
     """
 
     def __init__(
-        self, limits: SlotLimits, block_size: int, ranks: range, slots: Sequence[StepSlot] = (), check_interval: int = 0
+        self,
+        limits: SlotLimits,
+        block_size: int,
+        ranks: range,
+        slots: Sequence[StepSlot] = (),
+        check_interval: int = 0,
+        answering: int = 0,
     ) -> None:
         """``check_interval`` is the number of decode steps between two row checks. 0 turns the check off.
 
-        In a row check, the agents compute one sequence of the step a second time.
+        In a row check, the agents compute one sequence of the step a second time. ``answering`` is the number, in the
+        group, of the agent that samples.
         """
         self.free_slots = list(range(len(slots)))
         self.slot_of: dict[int, int] = {}
@@ -84,7 +91,7 @@ class StepSlots:
         """
         self._pause_s = 0.0
         """Seconds since ``last_result`` for which this process was paused."""
-        self.join = StepJoin(len(ranks), ranks.start) if len(ranks) > 1 else None
+        self.join = StepJoin(len(ranks), ranks.start, answering) if len(ranks) > 1 else None
         """Joins the results of several agents. None for a single agent."""
         self._ranks = ranks
         self._slots = slots

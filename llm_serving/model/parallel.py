@@ -116,6 +116,11 @@ def answering_rank(replica: int, parallel: ParallelConfig) -> int:
     return group_ranks(replica, parallel).stop - parallel.tensor_parallel
 
 
+def answers(rank: int, parallel: ParallelConfig) -> bool:
+    """Returns True if this rank samples and writes results for its replica. With a draft model, it makes the drafts."""
+    return rank == answering_rank(place(rank, parallel).dp_index, parallel)
+
+
 def split_evenly(total: int, parts: int, index: int) -> Span:
     """Divides ``range(total)`` into ``parts`` ranges and returns the range with number ``index``. The first ``total %
     parts`` ranges are longer by 1.

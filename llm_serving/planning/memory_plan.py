@@ -43,9 +43,9 @@ processes, and the weights while the agents load. After loading, it must hold th
 (``host_memory.py``). All other items must fit ``context.max_device_memory`` of the MindFormers YAML, if it is stated.
 
 With several agents (``llm_serving/model/parallel.py``), H, K, I, L and V are the numbers of one agent's part of the
-model. Only the agent that samples has the logits of the whole vocabulary and the token history. Each group has an
-exchange in shared memory. On a CPU, all agents share the machine, so the plan adds up their memory. On Ascends, each
-agent has its own device, so the plan counts the agent that needs the most memory.
+model. Only the agent that samples has the logits of the whole vocabulary, the token history and the draft model. Each
+group has an exchange in shared memory. On a CPU, all agents share the machine, so the plan adds up their memory. On
+Ascends, each agent has its own device, so the plan counts the agent that needs the most memory.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ from dataclasses import dataclass, replace
 from llm_serving.config import Config
 from llm_serving.config.draft_model import EAGLE, DraftModel
 from llm_serving.errors import MemoryPlanError
+from llm_serving.model.parallel import answers
 from llm_serving.planning.host_memory import host_items, too_little_host_memory
 from llm_serving.planning.kernel_memory import kernel_items
 from llm_serving.planning.machine import Machine
@@ -298,20 +299,24 @@ def _draft_items(config: Config, rank: int, machine: Machine) -> tuple[MemoryIte
     """Returns the items of the draft model: its weights, its KV cache, and its memory for steps (activations, logits,
     kernel scratch and replays).
 
-    Empty without a draft model.
+    Empty without a draft model. The items have 0 bytes for the agents of a group that do not make the drafts.
     """
     if config.draft is None:
         return ()
     own = config.draft_config()
-    items = {item.name: item for item in (*device_items(own, rank), *kernel_items(own, rank, machine.num_cores))}
-    weights, blocks = items.pop(WEIGHTS), items.pop(KV_CACHE)
-    rest = sum(item.num_bytes for item in items.values())
-    return (
+    model = replace(own.model_config, cpu_threads=config.agent_threads(machine.num_cores))
+    own = replace(own, model_config=model)
+    parts = {item.name: item for item in (*device_items(own, 0), *kernel_items(own, 0, machine.num_cores))}
+    weights, blocks = parts.pop(WEIGHTS), parts.pop(KV_CACHE)
+    rest = sum(item.num_bytes for item in parts.values())
+    items = (
         _draft_weights(config, config.draft, weights),
         MemoryItem(f"draft model: {blocks.name}", blocks.num_bytes, blocks.basis),
         MemoryItem("draft model: steps", rest, "activations, logits, kernel scratch and replays"),
         *_state_items(config, config.draft),
     )
+    is_here = answers(rank, config.parallel_config)
+    return tuple(replace(item, num_bytes=item.num_bytes * is_here) for item in items)
 
 
 def _draft_weights(config: Config, draft: DraftModel, weights: MemoryItem) -> MemoryItem:

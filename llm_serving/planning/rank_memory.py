@@ -11,7 +11,7 @@ from llm_serving.lora.targets import largest_adapter, stacked_values
 from llm_serving.model.deepseek import LatentAttention
 from llm_serving.model.gpt_oss import ACTIVATION as CLAMPED_SILU
 from llm_serving.model.number_formats import AUTO, SCALE_ELEMENT_BYTES, scale_row_width
-from llm_serving.model.parallel import Shard, answering_rank, local_shape, place
+from llm_serving.model.parallel import Shard, answers, local_shape
 from llm_serving.model.quantization import MAX_WEIGHT_ONLY_SIZE
 from llm_serving.model.shape import ModelShape
 
@@ -63,19 +63,24 @@ class _Part:
 
     @classmethod
     def of(cls, config: Config, rank: int) -> _Part:
-        parallel, shard = config.parallel_config, config.shard(rank)
-        answers = rank == answering_rank(place(rank, parallel).dp_index, parallel)
-        return cls(local_shape(config.shape, shard), shard, answers)
+        shard = config.shard(rank)
+        return cls(local_shape(config.shape, shard), shard, answers(rank, config.parallel_config))
 
 
 def rank_kv_bytes_per_token(config: Config, rank: int) -> int:
     """Returns the bytes of one token in a rank's KV cache. The cache has the keys and values of the rank's layers and
     heads.
 
-    With a draft model, this includes the token in the draft model's cache.
+    If the rank has a draft model, this includes the token in the draft model's cache.
     """
-    draft_bytes = 0 if config.draft is None else config.kv_bytes_of(config.draft.shape)
-    return config.kv_bytes_of(local_shape(config.shape, config.shard(rank))) + draft_bytes
+    own = config.kv_bytes_of(local_shape(config.shape, config.shard(rank)))
+    return own + _draft_bytes_per_token(config, rank)
+
+
+def _draft_bytes_per_token(config: Config, rank: int) -> int:
+    if config.draft is None or not answers(rank, config.parallel_config):
+        return 0
+    return config.kv_bytes_of(config.draft.shape)
 
 
 def device_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
@@ -240,7 +245,7 @@ def hand_over_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
     parallel, draft = config.parallel_config, config.draft
     token_bytes = rank_kv_bytes_per_token(config, rank)
     if draft is not None and draft.head is None:
-        token_bytes -= config.kv_bytes_of(draft.shape)  # the pool has no blocks of a draft model
+        token_bytes -= _draft_bytes_per_token(config, rank)  # the pool has no blocks of a draft model
     block_bytes = token_bytes * config.pa_config.block_size
     num_replicas = max(1, parallel.agents_per_machine // parallel.group_size)
     num_bytes = block_bytes * config.num_hand_over_blocks // num_replicas
