@@ -41,7 +41,7 @@ from llm_serving.errors import AgentError, AgentStartError, GroupBrokenError, Gr
 from llm_serving.ipc.exchange import ExchangeMemory
 from llm_serving.ipc.hand_over_memory import HandOverMemory
 from llm_serving.ipc.host_pool import HostPoolMemory
-from llm_serving.ipc.shm import NOT_FINITE, StepSlot
+from llm_serving.ipc.shm import StepSlot
 from llm_serving.ipc.tile_memory import TileMemory
 from llm_serving.planning.machine import process_seconds
 
@@ -257,9 +257,12 @@ class ModelRunner:
             self._sample(scores, slot)
         except RuntimeError as error:
             raise self.after_failure(error) from error
+        check = self._made_check(slot) if slot.checked_row and is_decode else None
+        if check is not None:
+            check.keep(scores)
         cost = self._with_drafts(cost_of_step(start, computed, scores), slot, inputs)
-        if slot.checked_row and is_decode:
-            self._check_row(slot, scores)
+        if check is not None:
+            self._run_check(check)
         return cost
 
     def _with_drafts(self, cost: StepCost, slot: StepSlot, inputs: StepInputs) -> StepCost:
@@ -389,11 +392,15 @@ class ModelRunner:
             stream = graph.run_stage(inputs, self._entry.of_step(inputs, slot)) if self._part.pools else None
             scores = self._compute_in_group(inputs, slot) if stream is None else None
             computed, failure = time.perf_counter_ns(), None
+            is_decode = inputs.token_ids.size == inputs.query_lens.size
+            check = self._made_check(slot) if slot.checked_row and is_decode else None
             try:
                 if stream is not None and self._pooler is not None:
                     self._pooler.take(stream, inputs, slot)
                 elif scores is not None:
                     self._sample(scores, slot)
+                    if check is not None and self._part.returns_results:
+                        check.keep(scores)
                 cost = self._with_drafts(cost_of_step(start, computed, scores), slot, inputs)
             except (RuntimeError, GroupDownError):
                 raise
@@ -401,8 +408,8 @@ class ModelRunner:
                 failure = error  # raised after the row check, which the other agents run in any case
             finally:
                 last_tokens.step_done(slot)
-            if slot.checked_row and inputs.token_ids.size == inputs.query_lens.size:
-                self._check_row(slot, scores if failure is None else None)
+            if check is not None:
+                self._run_check(check)
             if failure is not None:
                 raise failure
         except RuntimeError as error:
@@ -439,17 +446,17 @@ class ModelRunner:
         self._exchange.send(self._graph.run_stage(inputs, entry))
         return None
 
-    def _check_row(self, slot: StepSlot, scores: StepLogits | DeviceScores | None) -> None:
+    def _made_check(self, slot: StepSlot) -> RowCheck:
+        return RowCheck(slot, whole=not self._part.is_split)
+
+    def _run_check(self, check: RowCheck) -> None:
         """Runs the row check of a decode step: computes one of its sequences again, alone, and compares the logits.
 
         The second computation writes the sequence's keys and values to the same KV positions. All agents of a group
         take part in the second computation, and the agent that samples compares the logits. Raises RowCheckError unless
         the logits have the same bits.
         """
-        index = slot.checked_row - 1
-        compares = self._part.returns_results and slot.sampled_ids[index] != NOT_FINITE
-        check = RowCheck(slot, scores if compares else None, whole=not self._part.is_split)
-        inputs = self._reader.keep_only(index)
+        inputs = self._reader.keep_only(check.index)
         if self._exchange is not None:
             again = self._compute_in_group(inputs, None)
         else:

@@ -22,6 +22,8 @@ from support.step_config import BLOCK_SIZE, make_config  # noqa: E402
 WIDTH = 5
 PROMPT = [5, 6, 7, 300, 301, 302] * 3
 LENGTH = 60
+CHECK_INTERVAL = 3
+"""Every third step computes its sequence again after the drafts (row check), if it is a decode step."""
 
 
 class Drafting:
@@ -29,11 +31,13 @@ class Drafting:
 
     def __init__(self, driver: StepDriver) -> None:
         self.driver = driver
+        self._num_steps = 0
 
     def step(
         self, parts: list[Part], wanted: int, *, decode: bool, restart: bool = False, moves: tuple[Move, ...] = ()
     ) -> tuple[list[int], list[list[int]]]:
-        slot = self.driver.fill(parts, moves)
+        self._num_steps += 1
+        slot = self.driver.fill(parts, moves, checked_row=int(decode and self._num_steps % CHECK_INTERVAL == 0))
         slot.restarts[: len(parts)] = restart
         slot.header[HEADER["num_wanted"]] = wanted
         self.driver.runner.run_step(slot, is_decode=decode)

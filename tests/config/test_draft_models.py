@@ -50,6 +50,24 @@ def test_the_plan_counts_the_draft_model(tmp_path: Path) -> None:
     assert plan.bytes_of("draft model: steps") > 2048 * 64 * 4
 
 
+def test_one_agent_of_a_group_has_the_draft_model(tmp_path: Path) -> None:
+    """The plan counts the whole draft model once for each replica. The agents still have the same number of blocks."""
+    swaps = "scheduler_config.preemption=swap"
+    alone = estimate_memory(load(tmp_path, swaps, "model_config.cpu_threads=1"), PLENTY)
+    parallel = [f"parallel_config.{name}=2" for name in ("tensor_parallel", "data_parallel")]
+    config = load(tmp_path, swaps, *parallel)
+    plan = estimate_memory(config, replace(PLENTY, num_cores=4))
+    names = ("draft model: weights", "draft model: KV cache", "draft model: steps")
+    for name in names:
+        sizes = [sum(item.num_bytes for item in items if item.name == name) for items in plan.ranks]
+        assert sizes == [alone.bytes_of(name), 0, alone.bytes_of(name), 0]
+        assert plan.bytes_of(name) == 2 * alone.bytes_of(name)
+    token = 2 * 1 * 2 * 16 * 4
+    assert plan.kv_bytes_per_token == 2 * (2 * token + token)
+    assert plan.bytes_of("host blocks") == 2 * (2 * token + token) * 16 * config.num_host_blocks
+    assert len({len(items) for items in plan.ranks}) == 1
+
+
 def test_automatic_blocks_leave_memory_for_the_draft_models_cache(tmp_path: Path) -> None:
     config = load(tmp_path, "pa_config.num_blocks=auto")
     machine = replace(PLENTY, available_bytes=2 * GIB)
@@ -73,7 +91,7 @@ def test_automatic_blocks_leave_memory_for_the_draft_models_cache(tmp_path: Path
         (["speculative_config.method=auto"], {}, "has an effect only with speculative_config.method: draft or eagle"),
         ([], {"vocab_size": 3000}, "has a vocabulary of 3000 tokens, and the model has 300; a draft model needs the"),
         ([], {"max_position_embeddings": 512}, "has contexts of 512 tokens, and sequences may have 2048; set"),
-        (["parallel_config.tensor_parallel=2"], {}, "cannot be used with agents that share a model"),
+        (["parallel_config.pipeline_parallel=2"], {}, "cannot be used with stages of a pipeline (parallel_config.pipe"),
         (["speculative_config.method=eagle", "speculative_config.model=null"], {}, "eagle needs the folder of a head"),
     ],
 )

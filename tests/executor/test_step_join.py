@@ -15,14 +15,15 @@ def failed(seq, text, slot=0):
     return StepFailed(seq=seq, slot=slot, error=text)
 
 
-def test_the_last_answer_completes_a_step_with_the_longest_times():
-    join = StepJoin(3, first_rank=4)
-    assert join.add(1, done(7, queue_us=1, graph_us=30)) is None
+def test_the_last_answer_completes_a_step_with_the_times_of_the_agent_that_samples():
+    join = StepJoin(3, first_rank=4, answering=2)
+    assert join.add(1, done(7, queue_us=1, graph_us=30, fetched_bytes=3)) is None
     assert join.add(0, done(8)) is None
-    assert join.add(2, done(7, queue_us=2, graph_us=10, sample_us=5)) is None
+    assert join.add(2, done(7, queue_us=2, graph_us=10, sample_us=5, draft_us=4, fetched_bytes=6)) is None
     assert join.missing(7) == [4]
     assert join.missing(9) == [4, 5, 6]
-    assert join.add(0, done(7, queue_us=0, graph_us=20)) == done(7, queue_us=2, graph_us=30, sample_us=5)
+    own = {"queue_us": 2, "graph_us": 10, "sample_us": 5, "draft_us": 4}
+    assert join.add(0, done(7, queue_us=0, graph_us=20)) == done(7, **own, fetched_bytes=9)
     assert (join.torn, join.overdue_at) == (None, None)
 
 
