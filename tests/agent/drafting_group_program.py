@@ -15,6 +15,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from group_program import print_models, start_driver  # noqa: E402
 from step_driver import Part, StepDriver, blocks_for  # noqa: E402
 
+from agent.backends.cpu.ops import FusedCpuOps  # noqa: E402
+from agent.model_runner import ModelRunner  # noqa: E402
 from llm_serving.ipc.shm import HEADER, LAST_TOKEN  # noqa: E402
 from support.agent_group import Setup  # noqa: E402
 from support.golden_files import golden_of  # noqa: E402
@@ -45,14 +47,14 @@ class Sequence:
         """Runs a step with a row check, in which the drafter has a defect. Returns the error."""
         drafter = self._driver.runner._drafter
         if drafter is not None:
-            drafter.after_step = _raise_index_error  # type: ignore[method-assign]
+            after_step, drafter.after_step = drafter.after_step, _raise_index_error  # type: ignore[method-assign]
         try:
             self._run(self._next(), decode=True, checks=True)
         except IndexError as error:
             return str(error)
         finally:
             if drafter is not None:
-                del drafter.after_step
+                drafter.after_step = after_step  # type: ignore[method-assign]
         return ""
 
     def _next(self) -> Part:
@@ -78,9 +80,25 @@ def _raise_runtime_error(*arguments: object) -> None:
     raise RuntimeError("an operator of the draft model failed")
 
 
+def _overwrite_logits(runner: ModelRunner) -> None:
+    """Makes the drafter overwrite the model's logits after each step, as a draft model of native operators may do."""
+    drafter, ops = runner._drafter, runner._model.ops  # type: ignore[union-attr]
+    if drafter is None or not isinstance(ops, FusedCpuOps):
+        return
+    after_step = drafter.after_step
+
+    def overwrite(*arguments: Any) -> int:
+        draft_us = after_step(*arguments)
+        ops.logits.fill(0)
+        return draft_us
+
+    drafter.after_step = overwrite  # type: ignore[method-assign]
+
+
 def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
     driver = start_driver(setup, model, rank)
     runner = driver.runner
+    _overwrite_logits(runner)
     sequence = Sequence(driver, golden_of(model["name"])["cases"][0]["prompt"])
     sequence.prefill()
     for number in range(DRAFTED):

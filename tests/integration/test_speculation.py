@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from support.agent_kills import kill_agent
 from support.completions_client import assert_same, run_alone, run_together
 from support.draft_models import write_shorter_model
 from support.head_models import STEP, tiny_llama_embedding, write_copying_head, write_heads
@@ -119,19 +120,62 @@ def test_responses_are_those_without_drafts(
     assert generated > accepted
 
 
+GROUP = "parallel_config.tensor_parallel=2"
+IN_PARTS = ["parallel_config.sum_parts=2", "speculative_config.method=off"]
+"""Settings of a single agent that gives the bits of a group of two agents."""
+
+
 @pytest.mark.sweep
 def test_agents_that_share_a_model_give_the_same_responses_with_drafts(
     bodies: list[dict[str, Any]], tmp_path: Any
 ) -> None:
-    settings = ["parallel_config.tensor_parallel=2", "speculative_config.max_draft_tokens=4"]
     answers = []
-    for method in ("off", "suffix"):
-        with running_server(tmp_path / method, [*settings, f"speculative_config.method={method}"]) as server:
+    for name, settings in {"alone": IN_PARTS, "group": [GROUP, *method_settings(tmp_path, "suffix")]}.items():
+        with running_server(tmp_path / name, settings) as server:
             answers.append(asyncio.run(run_alone(server.url, bodies[:25])))
             accepted = server.counter("accepted_draft_tokens")
-        assert (accepted > 0) == (method == "suffix")
+        assert (accepted > 0) == (name == "group")
     for body, expected, answer in zip(bodies, *answers, strict=False):
         assert_same(answer, expected, body)
+
+
+@pytest.mark.parametrize("preemption", with_sweeps([("recompute",), ("swap",)], lambda kind: kind == "swap"))
+def test_a_draft_model_in_a_group_changes_no_response(
+    preemption: str, bodies: list[dict[str, Any]], tmp_path: Any
+) -> None:
+    """The pool is too small. Each agent is killed while requests run, and the draft model then starts with no tokens.
+    """
+    bodies = bodies[:TESTED_REQUESTS]
+    with running_server(tmp_path / "alone", IN_PARTS) as server:
+        alone = asyncio.run(run_alone(server.url, bodies))
+    drafts = draft_settings(tmp_path, 2)
+    settings = [*PRESSED, *drafts, GROUP, f"scheduler_config.preemption={preemption}", *EAGER_CHECKS]
+    with running_server(tmp_path / "group", settings) as server:
+        rounds = [asyncio.run(run_with_kill(server, bodies, victim, seed=victim)) for victim in (1, 0)]
+        engine = server.wait_until_idle()
+        drafted, accepted = server.counter("draft_tokens"), server.counter("accepted_draft_tokens")
+        lost = [event["message"].split(",")[0] for event in server.events("agent_lost")]
+    for answers in rounds:
+        for body, expected, answer in zip(bodies, alone, answers, strict=True):
+            if answer is not None:
+                assert_same(answer, expected, body)
+    print(f"{accepted} of {drafted} drafts accepted, {engine['preemptions']} preemptions, lost: {lost}")
+    assert engine["preemptions"] > 0
+    assert 50 < accepted < drafted
+    assert lost == ["agent 1", "agent 0"], "no agent was lost for another reason, as a failed row check"
+
+
+EAGER_CHECKS = ["serving_config.row_check_interval=5", "serving_config.agent_restart_limit=100"]
+
+
+async def run_with_kill(
+    server: ServerProcess, bodies: list[dict[str, Any]], victim: int, seed: int
+) -> list[tuple[Any, ...] | None]:
+    """Runs the requests together, and kills the agent with rank ``victim`` meanwhile."""
+    answers = asyncio.create_task(run_together(server.url, bodies, seed))
+    await asyncio.sleep(0.5)
+    await asyncio.to_thread(kill_agent, server, victim, 0)
+    return await answers
 
 
 def draft_settings(folder: Any, num_layers: int) -> list[str]:
