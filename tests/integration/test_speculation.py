@@ -139,17 +139,23 @@ def test_agents_that_share_a_model_give_the_same_responses_with_drafts(
         assert_same(answer, expected, body)
 
 
-@pytest.mark.parametrize("preemption", with_sweeps([("recompute",), ("swap",)], lambda kind: kind == "swap"))
+@pytest.mark.parametrize(
+    ("preemption", "op_table"),
+    with_sweeps([("recompute", "fused"), ("swap", "native")], lambda preemption, op_table: op_table == "native"),
+)
 def test_a_draft_model_in_a_group_changes_no_response(
-    preemption: str, bodies: list[dict[str, Any]], tmp_path: Any
+    preemption: str, op_table: str, bodies: list[dict[str, Any]], shallow_model: Path, tmp_path: Path
 ) -> None:
     """The pool is too small. Each agent is killed while requests run, and the draft model then starts with no tokens.
     """
-    bodies = bodies[:TESTED_REQUESTS]
-    with running_server(tmp_path / "alone", IN_PARTS) as server:
+    bodies, dtype = bodies[:TESTED_REQUESTS], "float32" if op_table == "fused" else "bfloat16"
+    model = [f"model_config.{name}" for name in (f"model_path={shallow_model}", f"op_table={op_table}")]
+    model.append(f"model_config.model_dtype={dtype}")
+    reference = IN_PARTS if op_table == "fused" else [GROUP, "speculative_config.method=off"]
+    with running_server(tmp_path / "alone", [*model, *reference]) as server:
         alone = asyncio.run(run_alone(server.url, bodies))
-    drafts = draft_settings(tmp_path, 2)
-    settings = [*PRESSED, *drafts, GROUP, f"scheduler_config.preemption={preemption}", *EAGER_CHECKS]
+    drafts = draft_settings(tmp_path, 1)
+    settings = [*model, *PRESSED, *drafts, GROUP, f"scheduler_config.preemption={preemption}", *EAGER_CHECKS]
     with running_server(tmp_path / "group", settings) as server:
         rounds = [asyncio.run(run_with_kill(server, bodies, victim, seed=victim)) for victim in (1, 0)]
         engine = server.wait_until_idle()
@@ -318,14 +324,19 @@ def test_drafts_of_an_mtp_layer_change_no_response(tmp_path: Path) -> None:
     assert drafted > 100
 
 
-def test_a_draft_model_equal_to_the_model_is_always_right_for_greedy_requests(tmp_path: Any) -> None:
+@pytest.mark.parametrize("group", with_sweeps([((),), ((GROUP,),)], bool))
+def test_a_draft_model_equal_to_the_model_is_always_right_for_greedy_requests(
+    group: tuple[str, ...], tmp_path: Any
+) -> None:
+    """The draft model of a group is not split, so its sums round differently. At ties, its drafts may be wrong."""
     greedy = {"temperature": 0.0, "ignore_eos": True, "logprobs": 1, "return_token_ids": True}
     bodies = [{"prompt": [5 + index, 600, 700 + index] * 9, "max_tokens": 90, **greedy} for index in range(6)]
-    with running_server(tmp_path, draft_settings(tmp_path, ALL_LAYERS)) as server:
+    with running_server(tmp_path, [*draft_settings(tmp_path, ALL_LAYERS), *group]) as server:
         asyncio.run(run_alone(server.url, bodies))
         asyncio.run(run_together(server.url, bodies, seed=1))
         drafted, accepted = server.counter("draft_tokens"), server.counter("accepted_draft_tokens")
-    assert accepted == drafted
+    print(f"{accepted} of {drafted} drafts accepted")
+    assert accepted >= (0.98 if group else 1.0) * drafted
     assert accepted > 0.6 * len(bodies) * 90
 
 
