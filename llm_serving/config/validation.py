@@ -287,7 +287,6 @@ def _check_draft_model(raw: RawConfig, config: Config) -> None:
         "a model_config.model_type mindformers": config.model_config.model_type == "mindformers",
         "an Ascend, as it has not been run there": config.device == "Ascend",
         "stages of a pipeline (parallel_config.pipeline_parallel)": parallel.pipeline_parallel > 1,
-        "several nodes for each replica (parallel_config.nodes_per_replica)": parallel.nodes_per_replica > 1,
         "agents that share a model (parallel_config.tensor_parallel)": (
             method != "draft" and parallel.tensor_parallel > 1
         ),

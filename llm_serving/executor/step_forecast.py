@@ -28,7 +28,8 @@ class StepForecast:
     """Learns from completed steps how long steps take, and predicts the time of other steps.
 
     The sizes of a step come from its step slot. The time of a step comes from its result, in which the agents state it.
-    Steps of unusual size, and steps that also move blocks or encode images, are not predicted.
+    Steps of unusual size are not predicted. Nor are steps that also move blocks, encode images or want drafts: a draft
+    model first computes all tokens that it has missed.
 
     The cost model gives each prompt token the same time. But a token late in a prompt attends to more earlier tokens,
     and takes longer. So the time of the prompt tokens is multiplied by a ratio, unless the ratio is below 1. For the
@@ -154,7 +155,7 @@ class OtherWork:
 
 
 def _is_special(slot: StepSlot) -> bool:
-    return slot.num_seqs == 0 or slot.num_moves > 0 or slot.num_tiles > 0
+    return slot.num_seqs == 0 or slot.num_moves > 0 or slot.num_tiles > 0 or slot.num_wanted > 0
 
 
 def _measured(slot: StepSlot) -> tuple[StepCounts, _Sizes]:

@@ -9,12 +9,14 @@ from llm_serving.executor.step_forecast import LEARN_EVERY, LEARNT_AT_FIRST, Oth
 from llm_serving.ipc import messages
 from llm_serving.ipc.shm import SlotLayout, SlotLimits, StepSlot
 
-LIMITS = SlotLimits(max_tokens=4096, max_seqs=32, max_blocks_per_seq=64, max_context=8192)
+LIMITS = SlotLimits(max_tokens=4096, max_seqs=32, max_blocks_per_seq=64, max_context=8192, max_draft_ids=4)
 CHUNK = 2048
 BASE_US, SEQUENCE_US, CONTEXT_US, PROMPT_US = 4000, 200, 0.1, 50
 
 
-def slot_of(decoding: list[int], prompt_tokens: int = 0, start: int = 0, num_moves: int = 0) -> StepSlot:
+def slot_of(
+    decoding: list[int], prompt_tokens: int = 0, start: int = 0, num_moves: int = 0, num_wanted: int = 0
+) -> StepSlot:
     """Returns a slot with a sequence for each context length in ``decoding``, and a prompt chunk from ``start``."""
     layout = SlotLayout.of(LIMITS)
     slot = StepSlot(layout, bytearray(layout.slot_bytes))
@@ -24,7 +26,8 @@ def slot_of(decoding: list[int], prompt_tokens: int = 0, start: int = 0, num_mov
     for index, (length, end) in enumerate(pairs):
         slot.query_lens[index], slot.context_lens[index] = length, end
     num_tokens = sum(length for length, _ in pairs)
-    slot.write_header(0, num_tokens=num_tokens, num_seqs=len(pairs), table_width=1, history_len=0, num_moves=num_moves)
+    sizes = {"num_tokens": num_tokens, "num_moves": num_moves, "num_wanted": num_wanted}
+    slot.write_header(0, num_seqs=len(pairs), table_width=1, history_len=0, **sizes)
     return slot
 
 
@@ -64,8 +67,9 @@ def test_nothing_is_predicted_before_the_first_results() -> None:
         slot_of([100], 2048),
         slot_of([100], 256, start=8000 - 256),
         slot_of([100], num_moves=1),
+        slot_of([100], num_wanted=1),
     ],
-    ids=["many sequences", "long contexts", "long prompt", "late chunk of a long prompt", "block moves"],
+    ids=["many sequences", "long contexts", "long prompt", "late chunk of a long prompt", "block moves", "drafts"],
 )
 def test_an_unusual_step_is_not_predicted(forecast: StepForecast, slot: StepSlot) -> None:
     assert forecast.seconds([slot_of([100] * 4)]) is not None

@@ -37,10 +37,22 @@ ROLES = (
 )
 
 
+DRAFTS = (
+    *("speculative_config.method=draft", f"speculative_config.model={TINY_LLAMA}"),
+    *("speculative_config.always=true", "speculative_config.max_draft_tokens=4"),
+)
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("roles", with_sweeps([(ROLES,), ((),)], lambda roles: not roles))
-def test_the_tokens_are_the_oracles_also_after_a_node_is_killed(tmp_path, roles):
-    """With roles, the blocks of a prompt travel from the two nodes of one replica to the two nodes of the other one."""
+@pytest.mark.parametrize(
+    ("roles", "drafts"),
+    with_sweeps([(ROLES, ()), ((), DRAFTS), (ROLES, DRAFTS)], lambda roles, drafts: bool(drafts)),
+)
+def test_the_tokens_are_the_oracles_also_after_a_node_is_killed(tmp_path, roles, drafts):
+    """With roles, the blocks of a prompt travel from the two nodes of one replica to the two nodes of the other one.
+
+    The first node of a replica makes the drafts.
+    """
     key, num_used = new_key(tmp_path), 4 if roles else 2
     nodes = [NodeProcess(tmp_path / f"node{number}", key) for number in range(num_used + 1)]
     addresses = [node.address for node in nodes]
@@ -50,6 +62,7 @@ def test_the_tokens_are_the_oracles_also_after_a_node_is_killed(tmp_path, roles)
         *("parallel_config.executor=nodes", f"parallel_config.cluster_key_file={key}"),
         f"parallel_config.nodes={json.dumps(addresses)}",
         *roles,
+        *drafts,
     ]
     try:
         with running_server(tmp_path / "server", settings) as server:
@@ -59,6 +72,7 @@ def test_the_tokens_are_the_oracles_also_after_a_node_is_killed(tmp_path, roles)
                 assert complete(server, case["prompt"], 64) == case["tokens"]
             if roles:
                 assert server.wait_until_idle()["hand_overs"]["completed"] > 0
+            assert (server.counter("accepted_draft_tokens") > 0.5 * 64 * len(CASES)) == bool(drafts)
             before = states(server)
             killed = next(node for node in nodes if before[node.address] == "used")
             with ThreadPoolExecutor(8) as pool:
