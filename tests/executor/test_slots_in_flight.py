@@ -62,4 +62,4 @@ def test_agents_of_a_group_give_one_answer(tmp_path: Path) -> None:
     assert list(steps.slot_of) == [7]
     result = steps.take(0, StepDone(seq=7, slot=slot, graph_us=2))
     assert result is not None
-    assert (result.seq, result.graph_us, steps.slot_of) == (7, 3, {})
+    assert (result.seq, result.graph_us, steps.slot_of) == (7, 2, {})
