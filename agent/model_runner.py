@@ -490,4 +490,4 @@ class ModelRunner:
 
 
 def _first_line(error: RuntimeError) -> str:
-    return str(error).strip().splitlines()[0]
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

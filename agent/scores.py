@@ -107,7 +107,8 @@ class DeviceScores(ABC):
     def wait(self) -> None:
         """Waits until the device has computed the step, with the candidates and draws that were started.
 
-        Copies no additional values to the host. In an agent that does not sample, nothing is copied.
+        If the device has failed, raises its first error as RuntimeError. Copies no additional values to the host. In
+        an agent that does not sample, nothing is copied.
         """
 
 

@@ -180,8 +180,11 @@ class _Scores(DeviceScores):
         self._newest.when_fetched(callback)
 
     def wait(self) -> None:
-        # In an agent that does not sample, the launch copies nothing to the host. Then ``fetch`` only waits.
-        self._newest.fetch()
+        # In an agent that does not sample, the launches copy nothing to the host. Then ``fetch`` only waits. The device
+        # may report a failure only once, so the newest launch may not have the error of an earlier one.
+        for launch in (self._step, self._found, self._drawn):
+            if launch is not None:
+                launch.fetch()
 
     @property
     def _newest(self) -> Launch:

@@ -7,8 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from agent.backends.ascend.launches import AscendHooks
+from agent.device_sampling.graphs import _Scores
+from agent.run_ahead.last_tokens import GroupTokens
 from support.time_limits import time_limit
 
 WAIT_S = time_limit(20)
@@ -20,15 +23,18 @@ class Device:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.finished = threading.Event()
-        self.breaks = False
+        self.error: Exception | None = None
+        self.num_errors = 1000
+        """The number of calls of ``query`` that report the error."""
         self.runtime = SimpleNamespace(Event=lambda: self)
 
     def record(self) -> None:
         self.calls.append("record")
 
     def query(self) -> bool:
-        if self.finished.is_set() and self.breaks:
-            raise RuntimeError("the device is lost")
+        if self.finished.is_set() and self.error is not None and self.num_errors:
+            self.num_errors -= 1
+            raise self.error
         return self.finished.is_set()
 
     def result(self, number: int) -> Any:
@@ -39,9 +45,9 @@ class Device:
         return SimpleNamespace(move_to=move_to)
 
 
-def launched(device: Device) -> Any:
+def launched(device: Device, fetched: slice = slice(1, 3), hooks: AscendHooks | None = None) -> Any:
     results = tuple(device.result(number) for number in range(3))
-    return AscendHooks(device).launch(lambda: results, slice(1, 3))
+    return (hooks or AscendHooks(device)).launch(lambda: results, fetched)
 
 
 def test_results_are_copied_at_once_and_fetched_when_the_device_has_finished() -> None:
@@ -59,9 +65,37 @@ def test_results_are_copied_at_once_and_fetched_when_the_device_has_finished() -
     assert late == [True]
 
 
-def test_a_lost_device_ends_the_wait() -> None:
-    device, fetched = Device(), threading.Event()
-    device.breaks = True
-    launched(device).when_fetched(fetched.set)
+@pytest.mark.parametrize("fetched", [slice(1, 3), slice(0, 0)])
+@pytest.mark.parametrize("error", [RuntimeError("the device is lost"), ValueError("the device is lost")])
+def test_a_lost_device_ends_the_wait_and_fetch_raises_its_error(error: Exception, fetched: slice) -> None:
+    """An agent that does not sample fetches nothing, so no copy would show it that its device has failed."""
+    device, ended = Device(), [threading.Event(), threading.Event()]
+    device.error, hooks = error, AscendHooks(device)
+    launches = [launched(device, fetched, hooks) for _ in ended]
+    for launch, event in zip(launches, ended, strict=True):
+        launch.when_fetched(event.set)
     device.finished.set()
-    assert fetched.wait(WAIT_S)
+    for launch, event in zip(launches, ended, strict=True):
+        assert event.wait(WAIT_S), "a later launch ends, too"
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            launch.fetch()
+
+
+def test_an_agent_that_does_not_sample_reports_the_first_error_of_its_device() -> None:
+    """The device reports its failure only once, for the step. The launch of the candidates seems to succeed."""
+    device = Device()
+    device.error, device.num_errors = RuntimeError("the device is lost"), 1
+    hooks, nothing = AscendHooks(device), slice(0, 0)
+    graphs: Any = SimpleNamespace(
+        vocab_size=8, num_drawable=0, run_candidates=lambda step, temperatures: launched(device, nothing, hooks)
+    )
+    scores = _Scores(graphs, launched(device, nothing, hooks), 1, 1)
+    scores.find_candidates(np.ones(1, np.float32))
+    sampler: Any = SimpleNamespace(rows=SimpleNamespace(last_token=np.zeros(1, np.int32)))
+    shared: Any = SimpleNamespace(record=lambda slot: 0)
+    part: Any = SimpleNamespace(returns_results=False)
+    tokens, slot = GroupTokens(sampler, shared, part), SimpleNamespace(rows=np.zeros(1, np.int32), num_seqs=1)
+    tokens.record(slot)  # type: ignore[arg-type]
+    device.finished.set()
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        tokens.sample(scores, slot, has_draws=False)  # type: ignore[arg-type]

@@ -34,10 +34,14 @@ class DeviceLaunch(Launch):
         self._event.record()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
+        self._error: RuntimeError | None = None
+        """The error of the device. None if the device has computed the launch, and while it computes."""
         self._is_done = threading.Event()
 
     def fetch(self) -> tuple[Array, ...]:
         self._is_done.wait()
+        if self._error is not None:
+            raise self._error  # also if no results were selected, because then no copy can report the failure
         return tuple(map(as_array, self._copies))
 
     def when_fetched(self, callback: Callable[[], None]) -> None:
@@ -50,13 +54,17 @@ class DeviceLaunch(Launch):
     def wait(self) -> None:
         """Waits until the results are on the host or the device has failed, then calls the callbacks.
 
-        Only the thread ``device-watch`` of ``AscendHooks`` calls this method.
+        If the device has failed, each later call of ``fetch`` raises the error. Only the thread ``device-watch`` of
+        ``AscendHooks`` calls this method.
         """
         try:
             while not self._event.query():
                 time.sleep(POLL_S)
-        except RuntimeError:
-            pass  # the device failed and made no copies, so a later call of ``fetch`` raises the error
+        except Exception as error:
+            # No exception may end this thread, because later launches would never end. Callers of ``fetch`` handle
+            # RuntimeError only.
+            text = f"{type(error).__name__}: {error}"
+            self._error = error if isinstance(error, RuntimeError) else RuntimeError(text)
         with self._lock:
             self._is_done.set()
         for callback in self._callbacks:
