@@ -349,21 +349,26 @@ class ModelRunner:
         return self._graph
 
     def move_blocks(self, moves: Int32Array) -> None:
-        """Runs block moves. No graph may be running."""
+        """Runs block moves. No graph may be running. If the device fails, raises the error of ``after_failure``."""
         assert self._model is not None, "load() must come before any step"
-        self._model.moves.run(moves)
-        if self._drafter is not None:
-            self._drafter.move_blocks(moves)
+        try:
+            self._model.moves.run(moves)
+            if self._drafter is not None:
+                self._drafter.move_blocks(moves)
+        except RuntimeError as error:
+            raise self.after_failure(error, "the block moves") from error
 
-    def after_failure(self, error: RuntimeError) -> AgentError:
+    def after_failure(self, error: RuntimeError, failed: str = "the graph") -> AgentError:
         """Recovers from a failed graph, and returns the error for the step. No graph may be running.
+
+        ``failed`` names what has failed. If the device has failed in other work than a graph, the same is necessary.
 
         MindSpore does not run a failed graph again, so this method compiles the graphs again. But if MindSpore captures
         launches, it would replay the launches of the failed graph. Then this method returns a GroupBrokenError, which
         means that the agent must end. An agent of a group always ends, because the other agents wait for its part of
         the step.
         """
-        text = f"the graph failed: {_first_line(error)}"
+        text = f"{failed} failed: {_first_line(error)}"
         if self._exchange is not None:
             if self._exchange.is_down:
                 return GroupDownError("another agent of this group ended or did not arrive in time")

@@ -74,7 +74,7 @@ class Device(Protocol):
         """Returns the graph. The caller must not store it, because after a failure another object replaces it."""
 
     def move_blocks(self, moves: Int32Array) -> None:
-        """Runs block moves. No graph may be running."""
+        """Runs block moves. No graph may be running. If the device fails, raises the error of ``after_failure``."""
 
     def after_failure(self, error: RuntimeError) -> Exception:
         """Recovers from a failed graph, and returns the error for the step. No graph may be running."""

@@ -2,12 +2,14 @@
 
 The name of the model decides: ``plain`` waits for each step, and ``ahead`` runs on an artificial device, which finishes
 a step after 1 ms. ``drawn 0`` and ``drawn 1`` run on such a device, too, but only steps with a temperature. One of
-these steps fails in the agent with this rank. ``group_program`` describes the arguments.
+these steps fails in the agent with this rank. With ``moved 0``, block moves fail in the agent with rank 0.
+``group_program`` describes the arguments.
 """
 
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from run_ahead_program import (  # noqa: E402
     alternating_plan,
     drawn_sampling,
     draws_allowed,
+    failing_moves,
     greedy_plan,
     mixed_plan,
     pad,
@@ -72,6 +75,9 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
     driver = start_driver(setup, model, rank)
     if model["name"].startswith("drawn"):
         return run_failing_drawn(driver, fails=model["name"] == f"drawn {rank}")
+    if model["name"].startswith("moved"):
+        with failing_moves(driver.runner) if model["name"] == f"moved {rank}" else nullcontext():
+            return {"failing": run_steps(driver, mixed_plan())}
     found: dict[str, Any] = {
         "greedy": run_steps(driver, greedy_plan()),
         "mixed": run_steps(driver, mixed_plan()),

@@ -28,6 +28,7 @@ from step_driver import Move, Part, StepDriver, blocks_for  # noqa: E402
 
 from agent.backends.runtime import start_runtime  # noqa: E402
 from agent.kernels.library import OperatorRefusedError  # noqa: E402
+from agent.model_runner import ModelRunner  # noqa: E402
 from agent.run_ahead.odds import DrawOdds  # noqa: E402
 from agent.task_queue import TaskQueue  # noqa: E402
 from agent.worker import Worker  # noqa: E402
@@ -235,7 +236,27 @@ def run_failing(drivers: Pair) -> dict[str, Any]:
     for driver in drivers:
         reader = driver.runner._reader if driver.runner.ahead is None else driver.runner.ahead._reader
         reader._num_blocks *= 2**20  # the reader then accepts numbers of blocks that do not exist
-    return run_both(drivers, greedy_plan(), spoil=8)
+    found = run_both(drivers, greedy_plan(), spoil=8)
+    with failing_moves(drivers[0].runner), failing_moves(drivers[1].runner):
+        return found | {"moved": run_both(drivers, list(plan(lambda row: GREEDY, moves=True)))}
+
+
+@contextmanager
+def failing_moves(runner: ModelRunner) -> Iterator[None]:
+    """Lets the device of a runner fail the first block moves."""
+    model = runner._model
+    assert model is not None
+    run = model.moves.run
+
+    def fail(moves: Any) -> None:
+        model.moves.run = run  # type: ignore[method-assign]
+        raise OperatorRefusedError("the copy engine is broken")
+
+    model.moves.run = fail  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        model.moves.run = run  # type: ignore[method-assign]
 
 
 def run_captured(drivers: Pair) -> dict[str, Any]:

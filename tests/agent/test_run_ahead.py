@@ -198,6 +198,13 @@ def test_a_failed_step_fails_alone(run: Run) -> None:
             assert ahead["tokens"][row] == plain["tokens"][row]
 
 
+def test_a_step_whose_block_moves_fail_fails_like_a_step_whose_graph_fails(run: Run) -> None:
+    result = run("failing")["moved"]
+    for kind in ("plain", "ahead"):
+        errors = [each["error"] for each in result[kind] if each["error"]]
+        assert errors == ["the block moves failed: the copy engine is broken"]
+
+
 def test_captured_decodes_with_a_temperature_wait_for_the_host_and_change_no_bit(run: Run) -> None:
     """The host may need the logits of a drawn token, and the next captured launch would overwrite them."""
     result = run("captured")["drawn"]
@@ -212,7 +219,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("group") / "model"
     write_model(with_layers(VARIANTS["llama3_rope"], 1), folder)
     setup = Setup(2, 1, "bfloat16", "native")
-    models = dict.fromkeys(("plain", "ahead", "drawn 0", "drawn 1"), folder)
+    models = dict.fromkeys(("plain", "ahead", "drawn 0", "drawn 1", "moved 0"), folder)
     return run_group(setup, models, "run_ahead_group_worker.py")
 
 
@@ -342,6 +349,12 @@ def test_a_step_that_fails_in_one_agent_ends_all_agents_of_a_group(group: list[d
         if rank == 0:
             assert errors_of(runs[1]) == set()
             assert runs[1]["ended_in_wait"]
+
+
+def test_block_moves_that_fail_in_one_agent_end_all_agents_of_a_group(group: list[dict[str, Any]]) -> None:
+    runs = [agent["moved 0"]["failing"] for agent in group]
+    assert [run["code"] for run in runs] == [1, 1]
+    assert [errors_of(run) for run in runs] == [{"the block moves failed: the copy engine is broken"}, set()]
 
 
 def errors_of(run: dict[str, Any]) -> set[str]:
