@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ from agent.profiling import Profiling
 from agent.row_check import RowCheck
 from agent.run_ahead.last_tokens import GroupTokens, LastTokens, OwnTokens
 from agent.run_ahead.steps import StepsAhead
-from agent.sampler import Sampler, find_candidates
+from agent.sampler import Sampler, find_candidates, sampling_in_group
 from agent.scores import DeviceScores, StepLogits, cost_of_step
 from agent.step_cost import StepCost
 from agent.step_entry import StepEntry
@@ -359,14 +360,12 @@ class ModelRunner:
             raise self.after_failure(error, "the block moves") from error
 
     def after_failure(self, error: RuntimeError, failed: str = "the graph") -> AgentError:
-        """Recovers from a failed graph, and returns the error for the step. No graph may be running.
-
-        ``failed`` names what has failed. If the device has failed in other work than a graph, the same is necessary.
+        """Recovers from a failed graph or from other work of the device, named by ``failed``. Returns the error for
+        the step. No graph may be running.
 
         MindSpore does not run a failed graph again, so this method compiles the graphs again. But if MindSpore captures
         launches, it would replay the launches of the failed graph. Then this method returns a GroupBrokenError, which
-        means that the agent must end. An agent of a group always ends, because the other agents wait for its part of
-        the step.
+        means that the agent must end. An agent of a group always ends: the other agents wait for its part of the step.
         """
         text = f"{failed} failed: {_first_line(error)}"
         if self._exchange is not None:
@@ -401,7 +400,8 @@ class ModelRunner:
             check = self._made_check(slot) if slot.checked_row and is_decode else None
             try:
                 if stream is not None and self._pooler is not None:
-                    self._pooler.take(stream, inputs, slot)
+                    with sampling_in_group():
+                        self._pooler.take(stream, inputs, slot)
                 elif scores is not None:
                     self._sample(scores, slot)
                     if check is not None and self._part.returns_results:
@@ -427,12 +427,14 @@ class ModelRunner:
         All agents that share the vocabulary start the search for candidates, even if ``Sampler.sample`` then fails.
         Always waits until the device has finished, because the next step overwrites memory that the device may still
         read. ``Sampler.sample`` waits only for the results that it fetches. Raises the errors of ``Sampler.sample``.
+        An agent of a group raises SamplingFailedError instead, unless the device or the group has failed.
         """
         try:
             if self._part.is_split and isinstance(scores, DeviceScores):
                 find_candidates(scores, slot)
             if self._part.returns_results:
-                self._sampler.sample(scores, slot)
+                with nullcontext() if self._exchange is None else sampling_in_group():
+                    self._sampler.sample(scores, slot)
         finally:
             if isinstance(scores, DeviceScores):
                 scores.wait()

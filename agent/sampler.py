@@ -7,7 +7,8 @@ only if the candidates do not determine the sampled token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 
 import numpy as np
@@ -18,7 +19,7 @@ from agent.logits_processors import LogitsProcessor, process
 from agent.mask_gate import LogitBias
 from agent.scores import DeviceScores, StepLogits
 from agent.step_inputs import check_range
-from llm_serving.errors import ProtocolError
+from llm_serving.errors import GroupDownError, ProtocolError, SamplingFailedError
 from llm_serving.ipc.drafts import REJECTED, rejected_entries
 from llm_serving.ipc.shm import StepSlot
 from llm_serving.sampling_params import MAX_TOP_LOGITS, SAMPLER_PARAMETERS
@@ -290,6 +291,20 @@ class Sampler:
                 )
             histories[index] = table.history[row, :length]
         return histories
+
+
+@contextmanager
+def sampling_in_group() -> Iterator[None]:
+    """Raises an error inside the ``with`` block as SamplingFailedError, unless the device or the group has failed.
+
+    The block may only contain work of this agent: no sum, gather or exchange in which other agents take part.
+    """
+    try:
+        yield
+    except (RuntimeError, GroupDownError):
+        raise
+    except Exception as error:
+        raise SamplingFailedError(error) from error
 
 
 def _num_drafts_before(slot: StepSlot) -> Int32Array:

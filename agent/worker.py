@@ -12,7 +12,7 @@ from agent.row_check import RowCheckError
 from agent.server import AgentServer
 from agent.step_cost import StepCost
 from agent.task_queue import Idle, StepComputed, TaskQueue
-from llm_serving.errors import GroupBrokenError, GroupDownError, LLMServingError
+from llm_serving.errors import GroupBrokenError, GroupDownError, LLMServingError, SamplingFailedError
 from llm_serving.ipc.messages import (
     AdapterLoad,
     AdapterLoaded,
@@ -151,8 +151,11 @@ class Worker:
         """Reports the end of a step to the server: its cost, or its error.
 
         After a GroupDownError the agent ends. After a RowCheckError the agent reports that it is unhealthy. Any other
-        error only fails this step.
+        error only fails this step. With a SamplingFailedError, the server knows that the group can continue.
         """
+        only_sampling = isinstance(outcome, SamplingFailedError)
+        if isinstance(outcome, SamplingFailedError):
+            outcome = outcome.cause
         if isinstance(outcome, GroupDownError):
             logger.error("step %d: %s; this agent ends with its group", step.seq, outcome)
             # A GroupBrokenError means that the step failed in this agent. Any other GroupDownError means that another
@@ -168,7 +171,7 @@ class Worker:
             level = logging.WARNING if expected else logging.ERROR
             logger.log(level, "step %d failed", step.seq, exc_info=None if expected else outcome)
             text = str(outcome) if expected else f"{type(outcome).__name__}: {outcome}"
-            self._server.send(_failure(step, text))
+            self._server.send(_failure(step, text, only_sampling=only_sampling))
         else:
             slot, kind = memory.slots[step.slot], type(step).__name__.lower()
             times = (queue_us, outcome.graph_us, outcome.sample_us)
@@ -176,5 +179,5 @@ class Worker:
             self._server.send(StepDone(seq=step.seq, slot=step.slot, queue_us=queue_us, **outcome._asdict()))
 
 
-def _failure(step: Step, text: str) -> StepFailed:
-    return StepFailed(seq=step.seq, slot=step.slot, error=text[:MAX_ERROR_CHARS])
+def _failure(step: Step, text: str, *, only_sampling: bool = False) -> StepFailed:
+    return StepFailed(seq=step.seq, slot=step.slot, error=text[:MAX_ERROR_CHARS], only_sampling=only_sampling)

@@ -28,6 +28,7 @@ LLMServingError
     ├── AgentLostError        the agent died or stopped replying
     │   ├── NodeDrainedError  the agent's machine was drained and its requests took too long
     │   └── SelfCheckError    the agent computes wrong results
+    ├── SamplingFailedError   an agent of a group could not sample a step that it has computed
     └── GroupDownError        another agent of the group has ended
         └── GroupBrokenError  an agent failed in the middle of a step of its group
 """
@@ -226,6 +227,17 @@ class SelfCheckError(AgentLostError):
         super().__init__(message)
         self.check = check
         self.step = step
+
+
+class SamplingFailedError(AgentError):
+    """An agent of a group has run its whole part of a step, but could not sample it. ``cause`` is the error.
+
+    All agents of the group can run the next step.
+    """
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
 
 
 class GroupDownError(AgentError):

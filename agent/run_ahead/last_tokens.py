@@ -12,10 +12,10 @@ from typing import ClassVar, NamedTuple
 from agent.group.last_tokens import SharedLastTokens
 from agent.group.model_part import ModelPart
 from agent.run_ahead.draws import DrawnLater, DrawnTokens
-from agent.sampler import Sampler
+from agent.sampler import Sampler, sampling_in_group
 from agent.scores import DeviceScores
 from agent.step_inputs import Int32Array, no_last_token
-from llm_serving.errors import GroupDownError
+from llm_serving.errors import SamplingFailedError
 from llm_serving.ipc.shm import StepSlot
 
 
@@ -24,7 +24,7 @@ class SampledStep(NamedTuple):
 
     tokens: DrawnLater | None
     """Returns the tokens that the sampler and the device have chosen. None if the device has drawn no token."""
-    error: Exception | None = None
+    error: SamplingFailedError | None = None
     """The error with which this step fails, if its sampling failed. All later steps can run."""
 
 
@@ -127,17 +127,18 @@ class GroupTokens(LastTokens):
         rows = slot.rows[: slot.num_seqs].copy()
         return SampledStep(lambda: DrawnTokens(*self._shared.of_step(number, rows)), error)
 
-    def _sample_and_publish(self, scores: DeviceScores, slot: StepSlot, *, has_draws: bool) -> Exception | None:
+    def _sample_and_publish(
+        self, scores: DeviceScores, slot: StepSlot, *, has_draws: bool
+    ) -> SamplingFailedError | None:
         """Samples a step and publishes its tokens. Returns the error if sampling failed.
 
         If the device or the group failed, raises the error and publishes nothing, because all agents end.
         """
         drawn, failure = scores.chosen() if has_draws else None, None
         try:
-            self._sampler.sample(scores, slot)
-        except (RuntimeError, GroupDownError):
-            raise
-        except Exception as error:
+            with sampling_in_group():
+                self._sampler.sample(scores, slot)
+        except SamplingFailedError as error:
             failure = error
             self._shared.replace_tokens(slot, scores.chosen())
         self._shared.publish(slot, drawn)

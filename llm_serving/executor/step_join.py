@@ -17,6 +17,11 @@ class StepJoin:
     requests end with an error. ``torn`` is the reason for this restart. It is set when all agents have replied, or by
     ``check_overdue`` if replies are missing at the time ``overdue_at``. ``first_rank`` is the rank of the first agent,
     for messages. ``answering`` is the number, in the group, of the agent that samples.
+
+    If the failed agents only could not sample (``StepFailed.only_sampling``), the group continues, and only this step
+    has failed. This is safe. The failed agents have computed their parts of the step and published its tokens. All
+    other agents have replied ``StepDone``, so they have done their parts, too. Therefore, each agent has taken part in
+    the same sums and gathers, and its counters in the exchange are the same as without the failure.
     """
 
     GRACE_S = 5.0
@@ -55,7 +60,7 @@ class StepJoin:
             done = {number: each for number, each in replies.items() if isinstance(each, StepDone)}
             return _joined(done[self._answering], list(done.values()))
         del self._failed[reply.seq]
-        if len(failures) < self._num_agents:
+        if len(failures) < self._num_agents and not all(each.only_sampling for each in failures.values()):
             self.torn = f"{self._failed_agents(replies)} failed step {reply.seq}, and the rest of the group did not"
         return StepFailed(seq=reply.seq, slot=reply.slot, error=_text(failures.values()))
 

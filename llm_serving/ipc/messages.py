@@ -34,7 +34,7 @@ import msgspec
 
 from llm_serving.errors import ProtocolError
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 """Version of the messages. Server and agent must have the same version."""
 NONCE_BYTES = 16
 """Size in bytes of each random number (nonce) in the handshake."""
@@ -271,11 +271,16 @@ class StepDone(Message, frozen=True, tag="step_done"):
 
 
 class StepFailed(Message, frozen=True, tag="step_failed"):
-    """Agent to server: step ``seq`` failed. The agent continues. The step's requests end with this error."""
+    """Agent to server: step ``seq`` failed. The agent continues. The step's requests end with this error.
+
+    ``only_sampling`` is True if an agent of a group has run its whole part of the step, and only then failed to sample.
+    So the other agents of the group need not wait for it in this step or in later ones.
+    """
 
     seq: UInt
     slot: UInt
     error: LongText
+    only_sampling: bool = False
 
 
 class Unhealthy(Message, frozen=True, tag="unhealthy"):

@@ -40,7 +40,7 @@ from run_ahead_program import (  # noqa: E402
 from step_driver import Part, StepDriver, blocks_for  # noqa: E402
 
 from agent.row_check import RowCheckError  # noqa: E402
-from llm_serving.errors import GroupDownError, ProtocolError  # noqa: E402
+from llm_serving.errors import GroupDownError, SamplingFailedError  # noqa: E402
 from llm_serving.ipc.messages import Decode, Prefill  # noqa: E402
 from llm_serving.ipc.shm import LAST_TOKEN  # noqa: E402
 from performance.artificial_device.ops import use_artificial_device  # noqa: E402
@@ -191,7 +191,7 @@ def run_checked(driver: StepDriver) -> dict[str, Any]:
     driver.slot.mask_number[0] = 1
     try:
         driver.decode(*later, checked_row=2)
-    except ProtocolError as problem:
+    except SamplingFailedError as problem:
         failed = str(problem)
     driver.slot.mask_number[0] = 0
     again = [each.token for each in driver.prefill(*parts)]

@@ -155,6 +155,7 @@ def run_steps(
         results[message.seq] = {
             "error": error.split(" its inputs")[0], "tokens": tokens, "digest": digest,
             "fetched": getattr(message, "fetched_bytes", 0),
+            "only_sampling": getattr(message, "only_sampling", False),
             "draws": [getattr(message, name, 0) for name in ("device_draws", "wrong_draws", "second_launches")],
         }  # fmt: skip
         events.append(f"done {message.seq}")

@@ -338,6 +338,7 @@ def test_a_step_that_fails_ends_all_agents_of_a_group(group: list[dict[str, Any]
         runs = [agent[kind]["failing"] for agent in group]
         assert [run["code"] for run in runs] == [1, 1]
         assert errors_of(runs[0]) | errors_of(runs[1]) == {"the graph failed: ReshapeAndCache refused"}
+        assert not any(step["only_sampling"] for run in runs for step in run["results"] if step)
 
 
 def test_a_step_that_fails_in_one_agent_ends_all_agents_of_a_group(group: list[dict[str, Any]]) -> None:
@@ -372,6 +373,7 @@ def test_a_step_whose_sampling_fails_changes_no_other_step_of_a_group(group: lis
             results = bits(runs[0]["results"])
             failed = [step for step, (error, _, _) in enumerate(results) if error]
             assert failed == [UNSAMPLED]
+            assert [step for step, each in enumerate(runs[0]["results"]) if each["only_sampling"]] == failed
             assert "masks" in results[UNSAMPLED][0]
             assert results[:UNSAMPLED] == wanted[:UNSAMPLED]
             assert results[UNSAMPLED + 2 :] == wanted[UNSAMPLED + 2 :], "these sequences are not in the failed step"

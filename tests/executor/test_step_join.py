@@ -11,8 +11,8 @@ def done(seq, slot=0, **times):
     return StepDone(seq=seq, slot=slot, **times)
 
 
-def failed(seq, text, slot=0):
-    return StepFailed(seq=seq, slot=slot, error=text)
+def failed(seq, text, slot=0, **known):
+    return StepFailed(seq=seq, slot=slot, error=text, **known)
 
 
 def test_the_last_answer_completes_a_step_with_the_times_of_the_agent_that_samples():
@@ -43,6 +43,22 @@ def test_a_failure_of_some_agents_loses_the_group():
     assert join.torn is None, "the third may be on its way"
     assert join.add(2, failed(1, "neither")) == failed(1, "no; neither")
     assert join.torn == "agents 3, 5 failed step 1, and the rest of the group did not"
+
+
+def test_a_sampling_that_fails_in_some_agents_keeps_the_group():
+    join = StepJoin(3, first_rank=3)
+    join.add(0, failed(1, "no", only_sampling=True))
+    join.add(1, done(1))
+    assert join.add(2, done(1)).error == "no"
+    assert (join.torn, join.overdue_at) == (None, None)
+
+
+def test_a_sampling_that_fails_does_not_hide_another_failure():
+    join = StepJoin(3, first_rank=3)
+    join.add(0, failed(1, "no", only_sampling=True))
+    join.add(1, failed(1, "broken"))
+    assert join.add(2, done(1)).error == "no; broken"
+    assert join.torn == "agents 3, 4 failed step 1, and the rest of the group did not"
 
 
 def test_a_failure_is_not_waited_for_forever():
