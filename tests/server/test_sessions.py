@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import random
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -10,7 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from llm_serving.errors import CheckpointError
+from llm_serving.errors import CheckpointError, RequestError
+from llm_serving.server.http.lifecycle import ReadAhead
 from llm_serving.server.sessions import endpoints
 from support.access_keys import access_for, bearer
 from support.fake_engine import FakeEngine
@@ -159,8 +162,8 @@ async def endless_pieces():
     await asyncio.Event().wait()  # stands for blocks that the agents do not deliver
 
 
-def num_exports(server, status):
-    """Returns the number of exports that have ended with a status."""
+def num_transfers(server, status):
+    """Returns the number of exports and imports that have ended with a status."""
     labels = {"route": "/v1/sessions/{session_id}", "status": str(status)}
     return server.app.state.metrics.registry.get_sample_value("llm_serving_http_responses_total", labels) or 0
 
@@ -168,7 +171,7 @@ def num_exports(server, status):
 @pytest.mark.parametrize("place", ["weights", "file"])
 def test_an_export_ends_when_its_client_closes_the_connection(server, tiers, monkeypatch, place):
     """Otherwise a few clients that have left would keep all others from exporting sessions."""
-    book, before = server.app.state.sessions, num_exports(server, 499)
+    book, before = server.app.state.sessions, num_transfers(server, 499)
     monkeypatch.setattr(endpoints, "_POLL_S", time_limit(60) / endpoints._MAX_POLLS)
     if place == "weights":
         tiers.read_identity = Future
@@ -181,5 +184,90 @@ def test_an_export_ends_when_its_client_closes_the_connection(server, tiers, mon
             assert connection.recv(12) == b"HTTP/1.1 200"
         wait_until(lambda: book.num_transfers == 1)
     wait_until(lambda: book.num_transfers == 0)
-    wait_until(lambda: num_exports(server, 499) == before + 1)
+    wait_until(lambda: num_transfers(server, 499) == before + 1)
     assert server.log.named("internal_error") == []
+
+
+class StuckImport:
+    """An import that never ends to process the first piece of its file."""
+
+    def __init__(self, *arguments):
+        pass
+
+    async def feed(self, piece):
+        await asyncio.Event().wait()  # stands for blocks that the agents do not take
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("place", ["weights", "blocks"])
+def test_an_import_ends_when_its_client_closes_the_connection(server, tiers, monkeypatch, place, is_whole):
+    """Otherwise a few clients that have left would keep all others from importing sessions."""
+    book, before = server.app.state.sessions, num_transfers(server, 499)
+    monkeypatch.setattr(endpoints, "_POLL_S", time_limit(60) / endpoints._MAX_POLLS)
+    monkeypatch.setattr(server.engine, "config", None, raising=False)
+    monkeypatch.setattr(endpoints, "SessionImport", StuckImport)
+    if place == "weights":
+        tiers.read_identity = Future
+    else:
+        tiers.waits_for_nodes, tiers.block_bytes = False, 1
+    file = bytes(300_000)
+    request = http_request("/v1/sessions/one", file, f"Content-Type: {BODY['Content-Type']}", method="PUT")
+    with server.raw(request if is_whole else request[:-1000]):
+        wait_until(lambda: book.num_transfers == 1)
+    wait_until(lambda: book.num_transfers == 0)
+    wait_until(lambda: num_transfers(server, 499) == before + 1)
+    assert server.log.named("internal_error") == []
+
+
+class Collected:
+    """An import that keeps the pieces of its file."""
+
+    def __init__(self, *arguments):
+        self.pieces = []
+
+    async def feed(self, piece):
+        self.pieces.append(piece)
+        await asyncio.sleep(0.001)
+        return True
+
+    def finish(self):
+        raise RequestError(f"{len(self.pieces) > 1} {hashlib.sha256(b''.join(self.pieces)).hexdigest()}")
+
+
+def test_an_import_that_reads_ahead_gets_its_whole_file_in_order(server, tiers, monkeypatch):
+    """The file is larger than the part that may be read ahead."""
+    tiers.waits_for_nodes, tiers.block_bytes = False, 1
+    monkeypatch.setattr(server.engine, "config", None, raising=False)
+    monkeypatch.setattr(endpoints, "SessionImport", Collected)
+    monkeypatch.setattr(endpoints, "READ_AHEAD_BYTES", 100_000)
+    file = random.Random(7).randbytes(3_000_000)
+    answer = server.http.put("/v1/sessions/one", content=file, headers=BODY)
+    assert answer.json()["error"]["message"] == f"True {hashlib.sha256(file).hexdigest()}"
+
+
+def test_a_body_is_read_ahead_up_to_a_limit():
+    """The rest stays in the connection, so that a fast client cannot fill the memory."""
+    messages = [{"type": "http.request", "body": bytes(40), "more_body": number < 9} for number in range(10)]
+    waiting = iter([*messages, {"type": "http.disconnect"}])
+    num_read = 0
+
+    async def receive():
+        nonlocal num_read
+        num_read += 1
+        return next(waiting)
+
+    async def run():
+        body = ReadAhead(receive, 100)
+        watcher = asyncio.ensure_future(until_disconnect(body.watch))
+        await asyncio.sleep(0.01)
+        assert (num_read, body.is_complete) == (3, False)
+        received = [await body.receive() for _ in messages]
+        assert [(len(each["body"]), each["more_body"]) for each in received] == [(40, True)] * 9 + [(40, False)]
+        await watcher
+        assert body.is_complete
+
+    async def until_disconnect(watch):
+        while (await watch())["type"] != "http.disconnect":
+            pass
+
+    asyncio.run(run())

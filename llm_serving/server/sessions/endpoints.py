@@ -20,16 +20,20 @@ from llm_serving.server.errors import ClientGoneError, MediaTypeError, PayloadTo
 from llm_serving.server.fields.validation import clip, short
 from llm_serving.server.generation.scheduling import tenant_of, visit_of
 from llm_serving.server.http.body import drain_body, json_response
-from llm_serving.server.http.lifecycle import run_while_connected
+from llm_serving.server.http.lifecycle import ReadAhead, run_while_connected
 from llm_serving.server.models.lookup import served
 from llm_serving.server.sessions.errors import SessionsOffError, UnknownSessionError
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
 from llm_serving.sessions.book import SESSION_ID, Session
-from llm_serving.sessions.exporting import SessionChangedError, SessionExport
+from llm_serving.sessions.exporting import PIECE_BYTES, SessionChangedError, SessionExport
 from llm_serving.sessions.importing import ImportResult, SessionImport
 
 MAX_TRANSFERS = 4
 """Maximum number of exports and imports at the same time. Each of them keeps a few pieces of its file in memory."""
+READ_AHEAD_BYTES = 2 * PIECE_BYTES
+"""Bytes of a file that an import may keep while it does not process them. As long as the limit is not reached, the
+import ends when its client closes the connection.
+"""
 MEDIA_TYPE = "application/octet-stream"
 _POLL_S = 0.1
 """Seconds between two checks whether the digests of the weights are known."""
@@ -61,20 +65,23 @@ async def _export(state: ServerState, request: Request) -> AnyResponse:
 
 
 async def _import(state: ServerState, request: Request) -> Response:
-    """Handles ``PUT /v1/sessions/{session_id}``: read a session from the body, while it arrives."""
+    """Handles ``PUT /v1/sessions/{session_id}``: read a session from the body, while it arrives.
+
+    If the client closes the connection, the import ends immediately, so that another one may begin.
+    """
     _check_right(request)
-    session_id = _session_id(request)
+    session_id, body = _session_id(request), ReadAhead(request.receive, READ_AHEAD_BYTES)
     try:
         state = await served(state, request, request.query_params.get("model"))
         tiers, transfers = _tiers_of(state)
         _check_body(state, request)
         state.check_ready()
-        with _transfer(state), state.active.this_task():
-            identity = await _identity(tiers)
-            work = SessionImport(state.engine.config, identity, transfers, tiers.block_bytes)
-            result = await _receive(state, request, work)
+        with _transfer(state):
+            receiving = _receive(state, body.receive, tiers, transfers)
+            work, result = await run_while_connected(state.active, body.watch, receiving)
     except RequestError:
-        await drain_body(request.receive)
+        if not body.is_complete:
+            await drain_body(request.receive)
         raise
     assert work.head is not None
     manifest = work.head.manifest
@@ -99,23 +106,24 @@ async def _delete(state: ServerState, request: Request) -> Response:
     return json_response({"id": session_id, "object": "session", "deleted": True})
 
 
-async def _receive(state: ServerState, request: Request, work: SessionImport) -> ImportResult:
-    """Passes the body to an import while it arrives. Raises RequestError or ClientGoneError."""
+async def _receive(
+    state: ServerState, receive: Receive, tiers: KvTiers, transfers: BlockTransfers
+) -> tuple[SessionImport, ImportResult]:
+    """Passes the body to an import while it arrives. Returns the import and its result. Raises RequestError."""
+    identity = await _identity(tiers)
+    work = SessionImport(state.engine.config, identity, transfers, tiers.block_bytes)
     size, limit = 0, state.settings.max_session_bytes
     while True:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGoneError
-        piece = message.get("body", b"")
-        size += len(piece)
+        message = await receive()
+        size += len(message["body"])
         if size > limit:
             raise _too_large(f"more than {limit}", limit)
-        if piece and not await work.feed(piece):
-            await drain_body(request.receive)
+        if message["body"] and not await work.feed(message["body"]):
+            await drain_body(receive)
             break
-        if not message.get("more_body"):
+        if not message["more_body"]:
             break
-    return work.finish()
+    return work, work.finish()
 
 
 class _SessionFile:
