@@ -87,10 +87,11 @@ bool hold(Recording* recording) {
   return false;
 }
 
-// Runs all launches of a recording. Returns false if a launch fails. After an error, the remaining launches do not run.
-// With `keeps_pace`, the remaining collectives do run, because the other agents of the stage wait for them.
+// Runs all launches of a recording. Returns false if a launch fails. Then the remaining launches do not run.
 //
-// If holds_failures (op_plugin.cc) is set, failing launches report success, so the result is true.
+// If holds_failures (op_plugin.cc) is set, failing launches report success, so the result is true. The remaining
+// launches do not run, either. But with `keeps_pace`, the remaining collectives run, because the other agents of the
+// stage wait for them. Only primitives count as collectives here (`is_shared` in recording.h).
 bool replay(Recording* recording, bool keeps_pace) {
   const StandardFloatingPoint scope;
   if (recording->memory != arena.memory) find_places(recording, arena.memory);
@@ -137,7 +138,8 @@ int launch(CustomOp custom_op, int outputs, const Tensors& tensors) {
   Launch& launch = record(recording, tensors, std::make_unique<ScalarInputs>(inputs));
   launch.primitive = nullptr;
   launch.custom_op = custom_op;
-  // A replay reads is_shared only after a held failure (op_plugin.cc). Graphs of custom operators do not hold failures.
+  // Some custom operators are collectives, too, for example AllReduceRows. Their is_shared is false nevertheless: a
+  // replay reads it only after a held failure (op_plugin.cc), and graphs of custom operators do not hold failures.
   launch.is_shared = launch.is_reshape = false;
   launch.writes_inputs = true;
   const int error = custom_op(tensors);
@@ -237,8 +239,9 @@ LLMK_ENTRY void llmk_forget_recording(void* recording) {
 // of a function of this file. If a launch fails, returns 0. After llmk_hold_failures(1), returns 1 even if a launch
 // fails, and the following kernels do nothing until llmk_take_failure() is called.
 //
-// With `keeps_pace`, the collectives run even after an error. The other agents do not know of the error, and all agents
-// must run the same number of collectives.
+// With `keeps_pace`, the collectives run even after a held failure. The other agents do not know of the failure, and
+// all agents must run the same number of collectives. If failures are not held, as in graphs of custom operators, no
+// launch runs after a failure. Then the caller must end the group.
 LLMK_ENTRY int llmk_replay(void* recording, int keeps_pace, const void** addresses) {
   const std::lock_guard<std::mutex> lock(llmk::mutex);
   llmk::Recording* replayed = static_cast<llmk::Recording*>(recording);

@@ -28,7 +28,8 @@ struct Length {
 struct Launch {
   Primitive primitive;  // null: the launch is a custom operator
   CustomOp custom_op;
-  bool is_shared;      // true for a collective, which all agents of the stage run together
+  bool is_shared;      // true for a primitive that is a collective, which all agents of the stage run together.
+                       // false for all custom operators, even if they are collectives
   bool is_reshape;     // true for Reshape, whose result has the elements of its input in the same order
   bool writes_inputs;  // true if the launch may write to its inputs
   bool is_skipped;     // true for a Reshape whose result nothing reads, because its readers read its input
