@@ -85,7 +85,7 @@ class HeadDrafter(Drafter):
         """Loads and compiles the head, which shares the embedding of ``model``. ``Drafter.load`` describes ``report``
         and the errors.
         """
-        self._network.load_head(report, model)
+        self._network.load_head(report, model, self._config)
         self._network.compile()
 
     def reset(self) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from agent.drafting.network import DraftNetwork
 from agent.model_loading import LoadedModel, load_model
+from agent.models.separate import whole_embedding
 from agent.step_inputs import Int32Array, StepReader
 from agent.warm_up import largest_steps, make_step
 from agent.weights.storage import Array, from_float32, to_float32
@@ -40,14 +41,17 @@ class HeadNetwork(DraftNetwork):
         self._vocab_size = head.vocab_size
         self._tokens: Int32Array | None = None
         """Maps the indices of the head's logits to token ids. None means that each index is its own token id."""
+        self._embedding: Array | None = None
+        """The embedding of all tokens, [vocabulary, hidden_size]. The network uses its memory."""
         self._model_norm: Array | None = None
         """The weight of the model's last norm, if the head takes normalised hidden states. Otherwise None."""
 
-    def load_head(self, report: Callable[[int, int], None], model: LoadedModel) -> None:
+    def load_head(self, report: Callable[[int, int], None], model: LoadedModel, config: Config) -> None:
         """Loads the weights and allocates the KV cache. The head uses the embedding of ``model``.
 
-        ``report`` is called with the number of loaded tensors and the number of all tensors. Raises CheckpointError or
-        AgentStartError.
+        ``config`` is the config of the model. If agents share the model, ``model`` has only a part of the embedding,
+        so this method reads the whole embedding from the model's files. ``report`` is called with the number of loaded
+        tensors and the number of all tensors. Raises CheckpointError or AgentStartError.
         """
         from agent.layers.parameter import bind
         from agent.models.heads import EMBEDDING, HeadDefinition
@@ -57,7 +61,8 @@ class HeadNetwork(DraftNetwork):
             prefix, self._tokens = self._read_tokens()
         definition = HeadDefinition(self._head, prefix)
         self._model = load_model(self.config, self._part, report, definition=definition)
-        bind(self._model.network.parameters_dict()[EMBEDDING], model.weights[EMBEDDING])
+        embedding = whole_embedding(config) if model.ops.is_split else model.weights[EMBEDDING]
+        self._embedding = bind(self._model.network.parameters_dict()[EMBEDDING], embedding)
         if self._head.kind != EAGLE:
             self._model_norm = model.weights["norm.weight"]
 

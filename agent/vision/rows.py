@@ -6,20 +6,17 @@ The input has the embeddings of text tokens, and outputs of the vision encoder f
 from __future__ import annotations
 
 from collections import OrderedDict
-from pathlib import Path
 
 import numpy as np
 
 from agent.model_loading import LoadedModel
-from agent.models.names import weight_specs
+from agent.models.separate import load_separately, whole_embedding
 from agent.step_inputs import StepInputs, check_range
 from agent.vision.arithmetic import rounded
 from agent.vision.encoder import Encoder
 from agent.vision.names import vision_specs
 from agent.vision.qwen_encoder import QwenEncoder
 from agent.vision.rotary_rows import RotaryPositions, rotary_positions_of
-from agent.weights import Packing, load_weights, open_weights
-from agent.weights.layout import WeightSpec
 from agent.weights.storage import Array, allocate
 from llm_serving.config import Config
 from llm_serving.errors import AgentStartError, ProtocolError
@@ -78,14 +75,13 @@ class ImageRows:
         if vision is None or processing is None or tiles is None:
             raise AgentStartError("a model that reads images needs the shared memory of tiles")
         hidden, dtype = config.shape.hidden_size, config.model_config.model_dtype
-        weights = _loaded(config, vision_specs(vision, hidden))
+        weights = load_separately(config, vision_specs(vision, hidden))
         table = model.weights["embedding.weight"]
         if model.ops.is_split:
             # This table has only the agent's part of the vocabulary. In a text model, the graph adds the embeddings of
             # all agents. A model with images embeds the tokens before the graph, where the agents' embeddings are not
             # added. So each agent needs the whole table.
-            specs = [spec for spec in weight_specs(config.shape) if spec.parameter == "embedding.weight"]
-            table = _loaded(config, specs)["embedding.weight"]
+            table = whole_embedding(config)
         encoder_class = Encoder if vision.windows is None else QwenEncoder
         encoder = encoder_class(vision, processing, hidden, dtype, weights)
         rotary = rotary_positions_of(config, model.ops)
@@ -173,16 +169,3 @@ class ImageRows:
         while self._num_cached > self._max_cached and len(self._cached) > 1:
             self._num_cached -= len(self._cached.popitem(last=False)[1])
         return rows
-
-
-def _loaded(config: Config, specs: list[WeightSpec]) -> dict[str, Array]:
-    """Loads the parameters ``specs`` from the model folder and returns them by name. Raises CheckpointError."""
-    settings, dtype = config.model_config, config.model_config.model_dtype
-    seed = settings.seed if settings.load_format == "dummy" else None
-    folder = None if settings.model_path is None else Path(settings.model_path)
-    # Ignores all other tensors, because loading the text model has already checked them.
-    source = open_weights(folder, specs, seed=seed, ignorable=("",))
-    try:
-        return load_weights(specs, source, dtype, lambda done, total: None, Packing(dtype))
-    finally:
-        source.close()

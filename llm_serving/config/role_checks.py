@@ -5,6 +5,7 @@ from __future__ import annotations
 from llm_serving.config.config import Config
 from llm_serving.config.parallel_section import BOTH, DECODE, MAX_SENT_BLOCKS, PREFILL
 from llm_serving.config.source import RawConfig
+from llm_serving.model.parallel import answering_rank, local_shape
 
 
 def check_roles(raw: RawConfig, config: Config) -> None:
@@ -40,11 +41,13 @@ def _head_fits(config: Config) -> bool:
     model's.
 
     A block of the hand-over pool has parts of one size, one for each array (``HandOverLayout``). A layer with latent
-    attention has one array, and other layers have two. So layers of equal size may have arrays of different sizes.
+    attention has one array, and other layers have two. So layers of equal size may have arrays of different sizes. If
+    agents share the model, each has a part of a layer's heads, but the head is whole.
     """
     if config.draft is None or config.draft.head is None:
         return True
-    sizes = {config.kv_bytes_of(shape) // shape.num_cache_arrays for shape in (config.shape, config.draft.shape)}
+    own = local_shape(config.shape, config.shard(answering_rank(0, config.parallel_config)))
+    sizes = {config.kv_bytes_of(shape) // shape.num_cache_arrays for shape in (own, config.draft.shape)}
     return len(sizes) == 1
 
 

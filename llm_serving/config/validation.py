@@ -287,9 +287,6 @@ def _check_draft_model(raw: RawConfig, config: Config) -> None:
         "a model_config.model_type mindformers": config.model_config.model_type == "mindformers",
         "an Ascend, as it has not been run there": config.device == "Ascend",
         "stages of a pipeline (parallel_config.pipeline_parallel)": parallel.pipeline_parallel > 1,
-        "agents that share a model (parallel_config.tensor_parallel)": (
-            method != "draft" and parallel.tensor_parallel > 1
-        ),
         "embeddings, scores or classes (model_config.task)": config.pooling is not None,
         "model_config.page_attention: False": not config.model_config.page_attention,
         "native operators and model_config.kv_format: int8": method != "draft" and config.gathers_blocks,

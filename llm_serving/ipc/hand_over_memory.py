@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from llm_serving.config import Config
 from llm_serving.ipc.segment import LaidOutSegment
-from llm_serving.model.parallel import local_shape
+from llm_serving.model.parallel import answers, local_shape
 
 Array = npt.NDArray[Any]
 
@@ -40,12 +40,13 @@ class HandOverLayout:
         """Returns the layout for the agent ``rank`` of a replica. None if replicas have no roles.
 
         ``config`` describes the whole model, not only the agent's part. The arrays of a head (``Config.draft``) follow
-        those of the model. A draft model has no arrays here, because it computes prompts again after a hand-over.
+        those of the model, in the agent that makes drafts. A draft model has no arrays here, because it computes prompts
+        again after a hand-over.
         """
         if not config.num_hand_over_blocks:
             return None
         shapes = [local_shape(config.shape, config.shard(rank))]
-        if config.draft is not None and config.draft.head is not None:
+        if config.draft is not None and config.draft.head is not None and answers(rank, config.parallel_config):
             shapes.append(config.draft.shape)
         num_arrays = sum(shape.num_cache_arrays for shape in shapes)
         block_bytes = sum(map(config.kv_bytes_of, shapes)) * config.pa_config.block_size

@@ -299,7 +299,8 @@ def _draft_items(config: Config, rank: int, machine: Machine) -> tuple[MemoryIte
     """Returns the items of the draft model: its weights, its KV cache, and its memory for steps (activations, logits,
     kernel scratch and replays).
 
-    Empty without a draft model. The items have 0 bytes for the agents of a group that do not make the drafts.
+    Empty without a draft model. The agents of a group that do not make the drafts need only memory for the hidden
+    states.
     """
     if config.draft is None:
         return ()
@@ -313,17 +314,17 @@ def _draft_items(config: Config, rank: int, machine: Machine) -> tuple[MemoryIte
         _draft_weights(config, config.draft, weights),
         MemoryItem(f"draft model: {blocks.name}", blocks.num_bytes, blocks.basis),
         MemoryItem("draft model: steps", rest, "activations, logits, kernel scratch and replays"),
-        *_state_items(config, config.draft),
     )
     is_here = answers(rank, config.parallel_config)
-    return tuple(replace(item, num_bytes=item.num_bytes * is_here) for item in items)
+    own_items = (replace(item, num_bytes=item.num_bytes * is_here) for item in items)
+    return (*own_items, *_state_items(config, config.draft, makes_drafts=is_here))
 
 
 def _draft_weights(config: Config, draft: DraftModel, weights: MemoryItem) -> MemoryItem:
     """Returns the item of the draft model's weights. ``weights`` is the item of its layers, embedding and output layer.
 
     A head (EAGLE-3 or MTP) uses the model's embedding. It has one or two more linear layers with joined inputs, and
-    norms of these inputs.
+    norms of these inputs. If agents share the model, the agent with the head also has the model's whole embedding.
     """
     name, head, shape = f"draft model: {weights.name}", draft.head, draft.shape
     if head is None:
@@ -334,20 +335,22 @@ def _draft_weights(config: Config, draft: DraftModel, weights: MemoryItem) -> Me
         norms = 1
         joined = len(head.layers) * head.hidden_size * hidden + heads * shape.head_dim * hidden
     others = norms * hidden - shape.vocab_size * hidden
+    if config.parallel_config.tensor_parallel > 1:
+        others += head.vocab_size * head.hidden_size
     num_bytes = weights.num_bytes + others * config.dtype_bytes + linear_bytes(config, joined)
     return MemoryItem(name, num_bytes, f"a layer, its inputs and its output layer in {config.weight_format}")
 
 
-def _state_items(config: Config, draft: DraftModel) -> tuple[MemoryItem, ...]:
+def _state_items(config: Config, draft: DraftModel, *, makes_drafts: bool) -> tuple[MemoryItem, ...]:
     """Returns the item of the hidden states that a head (EAGLE-3 or MTP) reads. Empty for a draft model without a head.
 
     There are three buffers for the largest step: of the model's graph, of the head's graph, and of tokens that wait for
-    the head.
+    the head. An agent without the head has only the first one.
     """
     if draft.head is None:
         return ()
     tokens, places = config.max_num_batched_tokens, len(draft.head.layers)
-    num_bytes = (3 * places + 2) * tokens * draft.head.hidden_size * config.dtype_bytes
+    num_bytes = (3 * places + 2 if makes_drafts else places) * tokens * draft.head.hidden_size * config.dtype_bytes
     return (MemoryItem("draft model: hidden states", num_bytes, f"a step of {tokens} tokens, {places} layers"),)
 
 

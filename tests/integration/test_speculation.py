@@ -289,18 +289,21 @@ ROLES = (
 
 
 @pytest.mark.parametrize(
-    ("method", "roles"),
-    with_sweeps([("eagle", ()), ("mtp", ROLES), ("mtp", ())], lambda method, roles: method == "mtp" and not roles),
+    ("method", "parallel"),
+    with_sweeps(
+        [("eagle", ()), ("mtp", ROLES), ("mtp", ()), ("eagle", (GROUP,)), ("mtp", (GROUP,)), ("mtp", (GROUP, *ROLES))],
+        lambda method, parallel: parallel not in ((), ROLES) or (method == "mtp" and not parallel),
+    ),
 )
-def test_the_head_of_a_counting_model_is_always_right(method: str, roles: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_head_of_a_counting_model_is_always_right(method: str, parallel: tuple[str, ...], tmp_path: Path) -> None:
     """With roles, the keys of the head are handed over with those of the model."""
     greedy = {"temperature": 0.0, "ignore_eos": True, "logprobs": 1, "return_token_ids": True}
     prompts = [list(range(5 + index, 5 + index + STEP * 20, STEP)) for index in range(6)]
     bodies = [{"prompt": prompt, "max_tokens": 35, **greedy} for prompt in prompts]
-    with running_server(tmp_path, [*head_settings(tmp_path, method, counting=True), *roles]) as server:
+    with running_server(tmp_path, [*head_settings(tmp_path, method, counting=True), *parallel]) as server:
         found = asyncio.run(run_alone(server.url, bodies))
         drafted, accepted = server.counter("draft_tokens"), server.counter("accepted_draft_tokens")
-        if roles:
+        if ROLES[0] in parallel:
             assert server.wait_until_idle()["hand_overs"]["completed"] == len(bodies)
     for prompt, answer in zip(prompts, found, strict=True):
         assert answer[1] == list(range(prompt[-1] + STEP, prompt[-1] + 36 * STEP, STEP))
