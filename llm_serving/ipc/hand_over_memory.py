@@ -40,8 +40,8 @@ class HandOverLayout:
         """Returns the layout for the agent ``rank`` of a replica. None if replicas have no roles.
 
         ``config`` describes the whole model, not only the agent's part. The arrays of a head (``Config.draft``) follow
-        those of the model, in the agent that makes drafts. A draft model has no arrays here, because it computes prompts
-        again after a hand-over.
+        those of the model, in the agent that makes drafts. A draft model has no arrays here, because it computes
+        prompts again after a hand-over.
         """
         if not config.num_hand_over_blocks:
             return None

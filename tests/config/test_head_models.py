@@ -33,7 +33,7 @@ def load(
     given = [f"model_config.model_path={folder}", f"speculative_config.method={method}", *overrides]
     if method == "eagle":
         own = tmp_path / "head"
-        own.mkdir()
+        own.mkdir(parents=True)
         (own / "config.json").write_text(json.dumps(eagle_config(variant.config) | (head or {})), encoding="utf-8")
         if (head or {}).get("weights", True):
             (own / "model.safetensors").touch()
@@ -75,11 +75,22 @@ def test_the_plan_counts_a_head(tmp_path: Path) -> None:
     assert plan.bytes_of("draft model: hidden states") == 11 * states
 
 
+def test_one_agent_of_a_group_has_the_head_and_the_whole_embedding(tmp_path: Path) -> None:
+    alone = estimate_memory(load(tmp_path / "one", "eagle", "model_config.cpu_threads=1"), PLENTY)
+    plan = estimate_memory(load(tmp_path / "two", "eagle", "parallel_config.tensor_parallel=2"), PLENTY)
+    sizes = [{item.name: item.num_bytes for item in items} for items in plan.ranks]
+    weights, states, cache = (f"draft model: {name}" for name in ("weights", "hidden states", "KV cache"))
+    embedding, buffer = 419 * 96 * 4, 2048 * 96 * 4
+    assert [each[weights] for each in sizes] == [alone.bytes_of(weights) + embedding, 0]
+    assert [each[cache] for each in sizes] == [alone.bytes_of(cache), 0]
+    assert [each[states] for each in sizes] == [11 * buffer, 3 * buffer], "the graph of each agent has three outputs"
+
+
 @pytest.mark.parametrize(
     ("method", "overrides", "changes", "message"),
     [
         ("mtp", [], {"num_nextn_predict_layers": 0}, "config.json of the model states none (num_nextn_predict_layers)"),
-        ("mtp", ["parallel_config.tensor_parallel=2"], {}, "cannot be used with agents that share a model"),
+        ("mtp", ["parallel_config.pipeline_parallel=2"], {}, "cannot be used with stages of a pipeline"),
         ("eagle", [], {"num_hidden_layers": 3}, "the model has 3 layers; an EAGLE-3 head needs 4"),
         ("eagle", [], {"hidden_size": 64}, "hidden_size = 96: must be 64 as in the model"),
         ("eagle", [], {"vocab_size": 500}, "vocab_size = 419: must be 500 as in the model"),

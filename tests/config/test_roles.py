@@ -87,6 +87,17 @@ def test_a_head_is_handed_over_and_a_draft_model_is_not(tmp_path: Path) -> None:
     assert plans[0] == plans[1]
 
 
+def test_one_agent_of_a_group_hands_over_the_blocks_of_the_head(tmp_path: Path) -> None:
+    model, _ = write_heads("mtp", tmp_path)
+    group = [*ROLES, f"model_config.model_path={model}", "parallel_config.tensor_parallel=2"]
+    config = load_config(CONFIG, [*group, "parallel_config.hand_over_blocks=1000", "speculative_config.method=mtp"])
+    layouts = [HandOverLayout.of(config, rank) for rank in range(4)]
+    num_layers = config.shape.num_layers
+    assert [each.num_arrays for each in layouts] == [num_layers + 1, num_layers, num_layers + 1, num_layers]
+    needed = estimate_memory(config, PLENTY).bytes_of("hand-over pool")
+    assert needed == sum(each.block_bytes * each.num_blocks for each in layouts[:2])
+
+
 def test_a_head_whose_blocks_have_another_size_is_refused(tmp_path: Path) -> None:
     model, head = write_heads("eagle", tmp_path, counting=True)
     settings = ["speculative_config.method=eagle", f"speculative_config.model={head}"]
