@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
 
@@ -14,6 +12,7 @@ from llm_serving.config.schema import key_info, section_keys
 from llm_serving.config.sections import SECTIONS
 from llm_serving.server import limits as server_limits
 from llm_serving.telemetry.events import EVENTS
+from support.forked_programs import run_forked
 from support.small_configs import REPOSITORY
 from tools import draw_pictures
 from tools.reference.command_line import PROGRAMS
@@ -32,8 +31,7 @@ DEVELOPMENT = {
 
 
 def test_the_pages_are_up_to_date() -> None:
-    command = [sys.executable, str(REPOSITORY / "tools" / "write_reference_docs.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    done = run_forked(REPOSITORY / "tools" / "write_reference_docs.py", "--check", folder=REPOSITORY)
     assert (done.returncode, done.stderr) == (0, "")
 
 

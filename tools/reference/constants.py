@@ -106,9 +106,16 @@ def python_constants(path: Path) -> Iterator[Constant]:
         if not own and _are_kinds([known[name] for name, _ in pairs]):
             continue
         for name, value in pairs:
-            source = ast.get_source_segment(text, value) or ""
+            source = _source_of(value, text, lines)
             if own or not (name.startswith("_") or name in UNITS or _is_pattern(source)):
                 yield Constant(path, name, source, known[name], own)
+
+
+def _source_of(value: ast.expr, text: str, lines: list[str]) -> str:
+    """Returns the source of an expression. ``ast.get_source_segment`` splits the whole text, so it is slower."""
+    if value.lineno == value.end_lineno:
+        return lines[value.lineno - 1].encode()[value.col_offset : value.end_col_offset].decode()
+    return ast.get_source_segment(text, value) or ""
 
 
 def assignments(node: ast.stmt) -> list[tuple[str, ast.expr]]:
