@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from importlib.metadata import Distribution, PathDistribution, distribution
+from importlib.util import cache_from_source
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -28,12 +29,22 @@ def link_requirements(site: Path) -> None:
 
 
 def link_package(name: str, site: Path) -> Distribution:
-    """Links the files of one package of the tests' environment into ``site``. Returns the package."""
+    """Links the files of one package of the tests' environment into ``site``. Returns the package.
+
+    The list of the package's files has no bytecode, because ``make`` compiles it later. It is linked too, so that the
+    programs of the environment need not compile the package again.
+    """
     package = distribution(name)
     for file in package.files or ():
         if file.parts[0] != ".." and not (site / file).exists():
-            (site / file).parent.mkdir(parents=True, exist_ok=True)
-            _link_or_copy(Path(str(package.locate_file(file))), site / file)
+            source, target = Path(str(package.locate_file(file))), site / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _link_or_copy(source, target)
+            bytecode = Path(cache_from_source(str(source)))
+            target = Path(cache_from_source(str(target)))
+            if file.suffix == ".py" and bytecode.is_file() and not target.exists():
+                target.parent.mkdir(exist_ok=True)
+                _link_or_copy(bytecode, target)
     return package
 
 
