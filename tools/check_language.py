@@ -353,10 +353,11 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"{path} does not exist")
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     for file in checked_files(paths):
+        names = (package(file), "total")
         for sentence in sentences(file):
             phrases = sentence.rejected()
             long = sentence.words > MAX_WORDS
-            for name in (package(file), "total"):
+            for name in names:
                 for index, amount in enumerate((1, long, bool(phrases))):
                     counts[name][index] += amount
             if options.list and (long or phrases):

@@ -1341,16 +1341,16 @@ def turned_listing() -> list[str]:
 
 
 KINDS = ("prefill", "chunked", "decode")
-ALONE = (CONFIG, MISTRAL, INT8, INT4, STATIC_QWEN2)
+ALONE = (CONFIG, STATIC_QWEN2)
 SHARED = (PAIR, STAGES)
-EXPERTS = (INT4_MOE, DEEPSEEK_PAIR, LIMITED_PAIR)
-SEPARATE = (SQUARE, QWEN2, QWEN3, STATIC, MOE, INT8_MOE, DEEPSEEK, LIMITED, INT8_WEIGHTS)
+EXPERTS = (INT4_MOE, LIMITED_PAIR)
+SEPARATE = (MISTRAL, INT8, INT4, SQUARE, QWEN2, QWEN3, STATIC, MOE, INT8_MOE, DEEPSEEK, LIMITED, INT8_WEIGHTS)
 """Configs with single settings, which a config above combines. Only ``make test-sweeps`` compiles them without a
 mistake.
 """
 COMBINED = (
     *(INT8_CACHE_PAIR, INT8_PAIR, INT4_PAIR, STATIC_PAIR, BFLOAT16_MOE),
-    *(INT8_MOE_PAIR, INT4_MOE_PAIR, INT8_WEIGHTS_MOE, INT8_DEEPSEEK),
+    *(INT8_MOE_PAIR, INT4_MOE_PAIR, INT8_WEIGHTS_MOE, INT8_DEEPSEEK, DEEPSEEK_PAIR),
 )
 """Combinations of the settings of the configs above. Only ``make test-sweeps`` compiles them without a mistake."""
 
@@ -1374,15 +1374,16 @@ def main() -> None:
             right(("decode",), (*ALONE, *SHARED, *EXPERTS, ADAPTED, ADAPTED_MOE))
             + right(KINDS, (INT8_CACHE,))
             + right(("candidates", "rows", "draws"), (CONFIG, PAIR))
-            + right(KINDS[:2], (CONFIG, INT8_MOE))
-            + right(("chunked",), (DEEPSEEK, QWEN_VL, GEMMA, GPT_OSS))
+            + right(KINDS[:2], (CONFIG,))
+            + right(("chunked",), (INT8_MOE, DEEPSEEK, QWEN_VL, GEMMA, GPT_OSS))
         ),
         "right, more": lambda: (
-            right(KINDS[:2], (*ALONE[1:], *SHARED, SQUARE, QWEN2, QWEN3, STATIC, INT8_WEIGHTS))
+            right(KINDS[:2], (*ALONE[1:], *SHARED, MISTRAL, INT8, INT4, SQUARE, QWEN2, QWEN3, STATIC, INT8_WEIGHTS))
             + right(KINDS[:2], (INT8_PAIR, INT4_PAIR, STATIC_PAIR))
             + right(("decode",), (*SEPARATE, *COMBINED, ADAPTED_QWEN2))
             + right(("chunked",), (INT8_DEEPSEEK, INT8_WEIGHTS_GPT_OSS, GPT_OSS_PAIR, ADAPTED_GPT_OSS))
             + right(("prefill", "decode"), (QWEN_VL, GEMMA))
+            + right(("prefill",), (INT8_MOE,))
             + right(KINDS[1:], (ADAPTED_DEEPSEEK, ADAPTED_CACHE))
         ),
         "names": lambda: list(MISTAKES),
