@@ -6,7 +6,7 @@ From this record, the reader returns the same calls as from a recording with one
 from __future__ import annotations
 
 import random
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 
@@ -18,6 +18,7 @@ from llm_serving.scheduler.limits import Policy, PreemptionKind
 from support.fake_device import BROKEN_SEED
 from support.fakes import make_limits, make_request
 from support.recorded_runs import record_random_run, recorded_simulation
+from support.sweeps import with_sweeps
 from tools.replaying.replayer import replay
 
 ITERATION_S = WRITE_INTERVAL_S / 5
@@ -85,8 +86,15 @@ def test_undisturbed_decoding_takes_few_records(tmp_path, monkeypatch, prompts, 
     assert sizes[0] < sizes[1]
 
 
-@pytest.mark.parametrize("policy", list(Policy))
-@pytest.mark.parametrize("kind", [PreemptionKind.RECOMPUTE, PreemptionKind.SWAP])
+KINDS = (PreemptionKind.RECOMPUTE, PreemptionKind.SWAP)
+
+
+def is_swept(policy: Policy, kind: PreemptionKind) -> bool:
+    """Returns whether only ``make test-sweeps`` runs a case. ``make test`` runs one kind of preemption per policy."""
+    return kind is not KINDS[list(Policy).index(policy) % 2]
+
+
+@pytest.mark.parametrize(("policy", "kind"), with_sweeps(product(Policy, KINDS), is_swept))
 def test_a_random_run_reads_the_same_with_and_without_the_log(tmp_path, monkeypatch, policy, kind):
     limits = {"policy": policy, "preemption": kind, "num_blocks": 24, "num_host_blocks": 30}
     record_random_run(tmp_path / "runs", 5, **limits)
