@@ -89,6 +89,8 @@ DEFAULT_CACHE_TOKENS = 32_768
 The cache gets more tokens if the longest sequence needs them, and fewer if the memory is too small.
 """
 _NUM_BLOCKS = "pa_config.num_blocks"
+AUTO_DTYPE = "model_config.model_dtype=auto"
+"""Default setting for a model that ``--model`` names. Values of ``--dtype`` and ``--set`` override it."""
 _AUTO_SIZES = (
     "model_config.max_generate_length=auto",
     "model_config.seq_length=[auto]",
@@ -185,12 +187,13 @@ def load_for_model(
     """Returns the config of a file, with every ``auto`` size replaced by a size for this machine.
 
     ``model`` replaces the model that the file names, unless it is None. Each of ``overrides`` is ``section.key=value``.
-    If ``model`` is given and ``file`` is the default, the model gets the longest context that fits. ``offline`` forbids
-    downloads. Raises ConfigError, CheckpointError or MemoryPlanError.
+    If ``model`` is given and ``file`` is the default, the model gets the type that suits the machine, and the longest
+    context that fits. ``offline`` forbids downloads. Raises ConfigError, CheckpointError or MemoryPlanError.
     """
     overrides = [*_overrides_of_model(model, offline=offline), *overrides]
     if model is None or file != DEFAULT_CONFIG:
         return fit_sizes(load_config(file, overrides), machine)
+    overrides = [AUTO_DTYPE, *overrides]
     try:
         config = fit_sizes(load_config(file, [*_AUTO_SIZES, *overrides]), machine)
     except MemoryPlanError:  # ``fit_sizes`` raises it if the memory of an Ascend is not known

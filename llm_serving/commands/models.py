@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from llm_serving.cli import DEFAULT_CONFIG
+from llm_serving.cli import AUTO_DTYPE, DEFAULT_CONFIG
 from llm_serving.config import load_config
 from llm_serving.errors import CheckpointError, ConfigError, MemoryPlanError
 from llm_serving.hub.fetching import hub_caches
@@ -64,7 +64,8 @@ def build_parser() -> argparse.ArgumentParser:
 def verdict(found: FoundModel, machine: Machine) -> str:
     """Returns ``yes``, or ``no`` with the reason why ``llm-serving serve --model NAME`` would refuse the model."""
     try:
-        plan_memory(load_config(DEFAULT_CONFIG, [f"model_config.model_path={json.dumps(str(found.path))}"]), machine)
+        path = f"model_config.model_path={json.dumps(str(found.path))}"
+        plan_memory(load_config(DEFAULT_CONFIG, [AUTO_DTYPE, path]), machine)
     except (ConfigError, CheckpointError, MemoryPlanError) as error:
         reason = str(error).splitlines()[0]
         for prefix in (f"{found.path}/", f"{found.path}: "):

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from llm_serving.config.config import Config
 from llm_serving.config.convert import build_sections, find_unused, nearest, nearest_key, type_hints
-from llm_serving.config.lookup import find_config_file, has_ascend
+from llm_serving.config.hardware import Hardware
+from llm_serving.config.lookup import find_config_file
 from llm_serving.config.resolve import Resolver
 from llm_serving.config.sections import SECTIONS
 from llm_serving.config.serving_checks import agents_of_graphs, check_serving, check_telemetry
@@ -24,12 +25,18 @@ MAX_OVERRIDE_CHARACTERS = 8192
 """Maximum length of a value of ``--set``."""
 
 
-def load_config(path_or_name: str, overrides: Sequence[str] = (), *, ascend: bool | None = None) -> Config:
+def load_config(
+    path_or_name: str,
+    overrides: Sequence[str] = (),
+    *,
+    ascend: bool | None = None,
+    bfloat16: bool | None = None,
+) -> Config:
     """Reads a configuration file and returns its checked ``Config``.
 
     ``path_or_name`` is a path, or a name that is searched under ``configs/``. Each override is ``section.key=value``.
-    ``ascend`` states whether the machine has an Ascend; None detects it. Raises ConfigError with file, key and value.
-    Raises CheckpointError if the model folder cannot be used.
+    ``ascend`` states whether the machine has an Ascend, and ``bfloat16`` whether its kernels multiply bfloat16. None
+    detects it. Raises ConfigError with file, key and value. Raises CheckpointError if the model folder cannot be used.
     """
     file = find_config_file(path_or_name)
     raw = _raw_config(file, read_yaml_mapping(file), overrides)
@@ -44,7 +51,7 @@ def load_config(path_or_name: str, overrides: Sequence[str] = (), *, ascend: boo
     check_telemetry(raw, sections["telemetry_config"])
     check_model_name(raw, sections["model_config"].model_name)
     own = {name: section for name, section in sections.items() if name in SECTIONS}
-    resolver = Resolver(raw, own, has_ascend(os.environ) if ascend is None else ascend, notes, unused)
+    resolver = Resolver(raw, own, Hardware.detect(os.environ, ascend, bfloat16), notes, unused)
     return resolver.config()
 
 

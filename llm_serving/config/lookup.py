@@ -1,10 +1,9 @@
-"""Finds configuration files and the paths that they name, and detects an Ascend."""
+"""Finds configuration files and the paths that they name."""
 
 from __future__ import annotations
 
 import difflib
 import importlib.util
-from collections.abc import Mapping
 from pathlib import Path
 
 from llm_serving.errors import ConfigError
@@ -14,8 +13,6 @@ DATA_ROOTS = (_PACKAGE.parent, _PACKAGE / "_data")
 """Folders in which ``configs/`` and ``models/`` are searched: the repository, and the data of an installed package."""
 
 PACKAGE_PREFIX = "package:"
-
-_CANN_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_OPP_PATH")
 
 
 def find_config_file(name: str) -> Path:
@@ -84,12 +81,3 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except (OSError, ValueError):
         return False
-
-
-def has_ascend(environment: Mapping[str, str], devices: Path = Path("/dev")) -> bool:
-    """Returns whether the machine has the device file of an NPU and an installed CANN.
-
-    This function does not ask MindSpore, because the import of MindSpore takes long.
-    """
-    has_npu = any(file.name[len("davinci") :].isdigit() for file in devices.glob("davinci*"))
-    return has_npu and any(Path(environment[name]).is_dir() for name in _CANN_VARIABLES if environment.get(name))

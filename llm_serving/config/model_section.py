@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llm_serving.config.schema import own, published, without_effect
-from llm_serving.model.number_formats import GROUP_SIZES, GROUP_SIZES_TEXT, INTEGER_FORMATS, INTEGER_KV_FORMATS
+from llm_serving.model.number_formats import AUTO, GROUP_SIZES, GROUP_SIZES_TEXT, INTEGER_FORMATS, INTEGER_KV_FORMATS
 
 MAX_TOKENS = 16 * 1024 * 1024
 """Largest value of the settings that count tokens or are a token id."""
 MAX_SEQS = 4096
 """Largest batch size that a setting accepts."""
-DTYPES = ("float16", "bfloat16", "float32")
+DTYPES = (AUTO, "float16", "bfloat16", "float32")
+"""Values of ``model_dtype``."""
 
 _PUBLISHED_DTYPES = {
     "DataType.FLOAT16": "float16",
@@ -140,7 +141,9 @@ class ModelConfig:
     )
     model_dtype: str = published(
         "float16",
-        "Type of weights, activations and KV cache. The published spelling `DataType.FLOAT16` is accepted too.",
+        "Type of weights, activations and KV cache. The published spelling `DataType.FLOAT16` is accepted too. `auto`: "
+        "bfloat16 on an Ascend, with native operators, and on a processor that multiplies bfloat16 (AVX-512 BF16, AMX, "
+        "Arm BF16); else float32.",
         choices=DTYPES,
         normalise=normalise_dtype,
     )

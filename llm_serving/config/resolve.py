@@ -12,6 +12,7 @@ from llm_serving.config.cluster_checks import check_cluster, note_missing_nodes
 from llm_serving.config.config import Config
 from llm_serving.config.draft_model import MTP, DraftModel, read_draft_model
 from llm_serving.config.events_checks import check_events
+from llm_serving.config.hardware import Hardware
 from llm_serving.config.head_model import read_eagle_head, read_mtp_layer
 from llm_serving.config.image_validation import check_vision
 from llm_serving.config.lookup import PACKAGE_PREFIX, find_path
@@ -53,6 +54,7 @@ from llm_serving.config.validation import (
 from llm_serving.config.weight_checks import check_group, check_native_weights, check_stored_format
 from llm_serving.errors import CheckpointError
 from llm_serving.gguf.place import SUFFIX, find_gguf, own_config
+from llm_serving.model.number_formats import AUTO
 from llm_serving.model.pooling import Pooling, has_modules, is_classifier, read_classifier, read_pooling, read_score
 from llm_serving.model.quantization import has_mxfp4_experts, stored_weight_format, stored_weight_group
 from llm_serving.model.shape import ModelShape
@@ -118,7 +120,7 @@ class Resolver:
         self,
         raw: RawConfig,
         sections: dict[str, Any],
-        ascend: bool,
+        hardware: Hardware,
         notes: Sequence[str] = (),
         unused: Sequence[UnusedSetting] = (),
     ) -> None:
@@ -127,7 +129,7 @@ class Resolver:
         self._sections = sections
         self._model: ModelConfig = sections["model_config"]
         self._tokenizer: TokenizerConfig = sections["tokenizer"]
-        self._ascend = ascend
+        self._hardware = hardware
         self._notes = list(notes)
 
     def config(self) -> Config:
@@ -336,16 +338,18 @@ class Resolver:
     def _device(self, context: MindSporeContext, mindformers: MindFormersFile | None) -> tuple[str, str]:
         wanted = self._model.device_target or context.device_target or "auto"
         is_remote = self._sections["parallel_config"].is_remote  # nodes may have an Ascend that this machine lacks
-        if wanted == "Ascend" and not self._ascend and not is_remote:
+        if wanted == "Ascend" and not self._hardware.ascend and not is_remote:
             problem = "there is no Ascend here (no /dev/davinci* or no CANN in the environment); use auto or CPU"
             raise self._raw.error("model_config.device_target", wanted, problem)
-        device = ("Ascend" if self._ascend else "CPU") if wanted == "auto" else wanted
+        device = ("Ascend" if self._hardware.ascend else "CPU") if wanted == "auto" else wanted
         op_table = self._model.op_table
         theirs = self._model.model_type == MODEL_TYPE
         if op_table == "auto":
             op_table = "native" if device == "Ascend" or theirs else "fused"
         if theirs:
             check_op_table(self._raw, op_table)
+        if self._model.model_dtype == AUTO:
+            self._model = replace(self._model, model_dtype=self._hardware.model_dtype(op_table))
         self._take_compute_dtype(op_table, mindformers)
         check_device(self._raw, device, op_table, self._model.model_dtype, self._model.backend)
         return device, op_table

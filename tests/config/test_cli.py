@@ -58,6 +58,22 @@ def test_a_model_gets_the_longest_context_and_enough_blocks(tmp_path: Path) -> N
     assert sizes("--config", "llama_tiny_cpu.yaml") == (2048, 2048)  # this config file states its own sizes
 
 
+@pytest.mark.parametrize(("isa", "dtype"), [("avx2", "float32"), ("avx512_bf16", "bfloat16")])
+def test_a_model_gets_the_type_that_suits_the_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isa: str, dtype: str
+) -> None:
+    folder = write_model_folder(tmp_path / "model")
+    monkeypatch.setenv("LLM_KERNELS_ISA", isa)
+
+    def model_dtype(*options: str) -> str:
+        return launch_from_command_line(options, MACHINE).config.model_config.model_dtype
+
+    assert model_dtype("--model", str(folder)) == dtype
+    assert model_dtype("--model", str(folder), "--dtype", "float16") == "float16"
+    assert model_dtype("--model", str(folder), "--config", "llama_tiny_cpu.yaml") == "float32"  # as the file states
+    assert model_dtype("--config", "llama_tiny_cpu.yaml") == "float32"
+
+
 def test_other_short_options_are_settings_too(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "model")
     short = ["--model", str(folder), "--host", "127.0.0.9", "--dtype", "bfloat16", "--quantize", "int8"]

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from llm_serving.config import Config, load_config
-from llm_serving.config.lookup import DATA_ROOTS, find_config_file, has_ascend
+from llm_serving.config.hardware import has_ascend, multiplies_bfloat16
+from llm_serving.config.lookup import DATA_ROOTS, find_config_file
 from llm_serving.errors import ConfigError
 from llm_serving.ipc.shm import SlotLimits
 from support.model_folders import write_model_folder
@@ -270,3 +271,46 @@ class TestDevice:
         assert has_ascend(environment, devices)
         assert not has_ascend({}, devices)
         assert not has_ascend({"ASCEND_HOME_PATH": str(tmp_path / "gone")}, devices)
+
+
+class TestModelDtype:
+    """``model_dtype: auto`` depends on the processor and the operators."""
+
+    X86 = "processor : 0\nflags : fpu avx512f avx512_bf16 amx_bf16\n\nprocessor : 1\nflags : fpu\n"
+    ARM = "processor : 0\nFeatures : fp asimd i8mm bf16\n"
+
+    @pytest.mark.parametrize(
+        ("ascend", "bfloat16", "op_table", "dtype"),
+        [
+            (False, False, "auto", "float32"),
+            (False, True, "auto", "bfloat16"),
+            (True, False, "auto", "bfloat16"),
+            (False, False, "native", "bfloat16"),
+        ],
+    )
+    def test_auto(self, ascend: bool, bfloat16: bool, op_table: str, dtype: str) -> None:
+        own = ("model_config.model_dtype=auto", f"model_config.op_table={op_table}", "model_config.device_target=auto")
+        config = load_config("llama_tiny_cpu.yaml", own, ascend=ascend, bfloat16=bfloat16)
+        assert (config.model_config.model_dtype, config.kv_format) == (dtype, dtype)
+
+    def test_a_stated_type_stays(self) -> None:
+        config = load_config("llama_tiny_cpu.yaml", ("model_config.model_dtype=float16",), ascend=False, bfloat16=True)
+        assert config.model_config.model_dtype == "float16"
+
+    @pytest.mark.parametrize(
+        ("text", "isa", "expected"),
+        [
+            (X86, "", True),
+            (ARM, "", True),
+            (X86.replace("avx512_bf16 ", ""), "", False),
+            (ARM.replace(" bf16", ""), "", False),
+            ("processor : 0\n", "", False),
+            (X86, "avx512_vnni", False),
+            (X86, "avx512_amx", True),
+        ],
+    )
+    def test_detection(self, tmp_path: Path, text: str, isa: str, expected: bool) -> None:
+        cpuinfo = tmp_path / "cpuinfo"
+        cpuinfo.write_text(text, encoding="utf-8")
+        assert multiplies_bfloat16({"LLM_KERNELS_ISA": isa}, cpuinfo) is expected
+        assert not multiplies_bfloat16({}, tmp_path / "missing")

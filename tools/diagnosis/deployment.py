@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llm_serving.access.listening import bound_socket
 from llm_serving.config import Config, load_config
-from llm_serving.config.lookup import has_ascend
+from llm_serving.config.hardware import has_ascend
 from llm_serving.engine.tokenizer_backends import load_tokenizer
 from llm_serving.errors import LLMServingError
 from llm_serving.ipc.exchange import exchange_bytes
