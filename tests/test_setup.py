@@ -25,14 +25,16 @@ from support.time_limits import time_limit
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = "tools/kernel_build.py"
 LIBRARY = "libllm_kernels.so"
+PARTS = ("general", "floats", "bfloats", "bytes")
 FILES = {
     "agent/kernels/one.cc": '#include "common/deep.h"\nint one() { return deep(); }\n',
     "agent/kernels/two.cc": "int two() { return 2; }\n",
-    "agent/kernels/arch/portable.cc": '#include "table.h"\nint TABLE() { return 1; }\n',
+    "agent/kernels/arch/portable.cc": '#include "part.h"\nint PART() { return 1; }\n',
     "agent/kernels/arch/processor_probe.cc": "int main() { return 0; }\n",
-    "agent/kernels/arch/table.h": "#define TABLE kernels\n#ifdef LLMK_TABLE_FILE\n#include LLMK_TABLE_FILE\n#endif\n",
+    "agent/kernels/arch/part.h": "#include LLMK_PART_FILE\n",
+    **{f"agent/kernels/arch/part_{name}.h": f"#define PART {name}\n" for name in PARTS},
     "performance/kernels/entries.cc": "int three() { return 3; }\n",
-    "performance/kernels/ceilings/loops.h": "#undef TABLE\n#define TABLE loops\n",
+    "performance/kernels/ceilings/loops.h": "#define PART loops\n",
     "performance/kernels/ceilings/main.cc": "int main() { return 0; }\n",
     "agent/kernels/common/deep.h": '#pragma once\n#include "deeper.h"\n#define deep() DEEPER\n',
     "agent/kernels/common/deeper.h": "#pragma once\n#define DEEPER 1\n",
@@ -52,7 +54,8 @@ exec "$(dirname "$0")/g++-toy" "$@"
 
 g++ also starts a child process.
 """
-PRODUCT_OBJECTS = {"one.o", "portable.o", "two.o"}
+PORTABLE_OBJECTS = {f"portable_{name}.o" for name in PARTS}
+PRODUCT_OBJECTS = {"one.o", "two.o"} | PORTABLE_OBJECTS
 OBJECTS = PRODUCT_OBJECTS | {"entries.o", "loops_portable.o", "main.o"}
 TESTING_LIBRARY = "libllm_kernels_testing.so"
 IN_PLACE = ("setup.py", "--quiet", "build_ext", "--inplace")
@@ -220,10 +223,11 @@ def test_the_build_variable_chooses_instruction_sets(tmp_path: Path) -> None:
         "agent/kernels/arch/processor_probe.cc", '#include <cstdio>\nint main() { std::puts("avx2\\navx512"); }\n'
     )
     assert tree.build(build="none") == set()
-    assert tree.build(build="best") == {"avx512.o", "dispatch.o", "one.o", "two.o", LIBRARY}
+    avx2, avx512 = ({f"{name}_{part}.o" for part in PARTS} for name in ("avx2", "avx512"))
+    assert tree.build(build="best") == {*avx512, "dispatch.o", "one.o", "two.o", LIBRARY}
     tests = {"main.o", "entries.o", "loops_portable.o", *(f"loops_{name}.o" for name in sets)}
-    assert tree.build(build="native") == {"portable.o", "avx2.o", "dispatch.o", *tests, *LINKED}
-    assert tree.build(build="all") == {"avx512_vnni.o", "dispatch.o", *LINKED}
+    assert tree.build(build="native") == {*PORTABLE_OBJECTS, *avx2, "dispatch.o", *tests, *LINKED}
+    assert tree.build(build="all") == {"avx512_vnni_bytes.o", "dispatch.o", *LINKED}, "the other parts are avx512's"
     assert tree.build(build="best") == {"dispatch.o", LIBRARY}
     wrong = tree.run(build="fastest")
     assert wrong.returncode != 0
@@ -235,7 +239,7 @@ def test_a_quiet_build_shows_its_progress(tmp_path: Path) -> None:
     assert process.returncode == 0, process.stderr
     first, *lines = process.stdout.splitlines()
     assert first == "instruction sets (LLM_KERNELS_BUILD=native): portable"
-    assert [line.partition(":")[0] for line in lines] == [f"compiled {n} of {len(OBJECTS)}" for n in range(1, 7)]
+    assert [line.partition(":")[0] for line in lines] == [f"compiled {n} of {len(OBJECTS)}" for n in range(1, 10)]
 
 
 def test_names_with_spaces(tmp_path: Path) -> None:
@@ -250,8 +254,10 @@ def test_an_early_build_compiles_the_instruction_sets_once(tmp_path: Path) -> No
     with tree.start(BUILD) as early:
         out, errors = early.communicate(timeout=time_limit(60))
     assert early.returncode == 0, errors
-    assert out.splitlines()[1:] == ["compiled 1 of 1: portable.o"]
-    assert tree.build() == EVERYTHING - {"portable.o"}
+    lines = [line.partition(": ") for line in out.splitlines()[1:]]
+    assert [before for before, _, _ in lines] == [f"compiled {n} of 4" for n in range(1, 5)]
+    assert {name for _, _, name in lines} == PORTABLE_OBJECTS
+    assert tree.build() == EVERYTHING - PORTABLE_OBJECTS
 
 
 def test_an_early_build_that_fails_ends_with_an_error(tmp_path: Path) -> None:
@@ -313,7 +319,7 @@ def test_two_builds_of_a_tree_run_one_after_the_other(tmp_path: Path, command: t
     finally:
         os.close(descriptor)
     assert build.returncode == 0
-    assert list(objects.rglob("portable.o"))
+    assert list(objects.rglob("portable_bytes.o"))
 
 
 def test_make_packs_the_wheel_after_it_has_compiled_the_kernels() -> None:

@@ -85,6 +85,17 @@ INSTRUCTION_SETS = {
 of its set. portable.cc needs no flags.
 """
 PORTABLE = "portable"
+PARTS = ("general", "floats", "bfloats", "bytes")
+"""The parts of the kernels. Each part of a set is an object file (agent/kernels/arch/part.h)."""
+SHARED_PARTS = {
+    "avx2_vnni": {"general": "avx2", "floats": "avx2", "bfloats": "avx2"},
+    "avx512_vnni": {"general": "avx512", "floats": "avx512", "bfloats": "avx512"},
+    "avx512_bf16": {"floats": "avx512", "bytes": "avx512_vnni"},
+    "avx512_amx": {"general": "avx512_bf16", "floats": "avx512"},
+    "neon_i8mm": {"general": "neon_dot", "floats": "neon_dot", "bfloats": "neon_dot"},
+    "neon_bf16": {"general": "neon_dot", "floats": "neon_dot", "bytes": "neon_i8mm"},
+}
+"""The parts that a set takes from a smaller set, because its additional instructions do not make them faster."""
 OTHER_FLAGS = {PORTABLE: ["-O2"], "arithmetic": ["-O2", "-fvect-cost-model=dynamic"]}
 """Flags of files that are not compiled with -O3, because this would take more than twice as long.
 
@@ -93,6 +104,11 @@ arithmetic.cc is as fast as with -O3.
 """
 SLOW_FILES = (*reversed(INSTRUCTION_SETS), PORTABLE, "arithmetic")
 """The files that take longest to compile. They are compiled first, so that no processor is idle at the end."""
+
+
+def provider(name: str, part: str) -> str:
+    """Returns the instruction set whose object file has a part of the set ``name``."""
+    return SHARED_PARTS.get(name, {}).get(part, name)
 
 
 class BuildError(Exception):
@@ -362,8 +378,12 @@ def _compile_all(compiler: Compiler, units: list[Unit], quiet: bool) -> None:
 
 
 def _list_of_sets(names: Sequence[str]) -> str:
-    """Returns a compiler flag that defines the list of instruction sets as a C++ macro. The best set is the first."""
-    return f"-DLLMK_INSTRUCTION_SETS(X)={' '.join(f'X({name})' for name in names)}"
+    """Returns a compiler flag that defines the list of instruction sets as a C++ macro. The best set is the first.
+
+    An element of the list is ``X(set, general, floats, bfloats, bytes)``, with the set that provides each part.
+    """
+    rows = [",".join([name, *(provider(name, part) for part in PARTS)]) for name in names]
+    return f"-DLLMK_INSTRUCTION_SETS(X)={' '.join(f'X({row})' for row in rows)}"
 
 
 def _general_flags() -> list[str]:
@@ -385,13 +405,23 @@ def _product_units(folder: Path, chosen: list[str], known: dict[str, list[str]],
 
 
 def _set_units(folder: Path, chosen: list[str], known: dict[str, list[str]]) -> list[Unit]:
-    """Returns the object files of the chosen instruction sets."""
-    files = [(name, ROOT / SOURCES / "arch" / f"{name}.cc") for name in chosen]
-    return [
-        _unit(folder, file, [*COMPILE_FLAGS, *known.get(name, OTHER_FLAGS[PORTABLE])])
-        for name, file in files
-        if file.is_file()
-    ]
+    """Returns the object files of all parts that the chosen instruction sets use."""
+    units = []
+    for name, part in dict.fromkeys((provider(name, part), part) for name in chosen for part in PARTS):
+        flags = [*known.get(name, OTHER_FLAGS[PORTABLE]), part_flag(f"part_{part}.h")]
+        units += _arch_unit(name, flags, folder / SOURCES / "arch" / f"{name}_{part}.o")
+    return units
+
+
+def part_flag(file: str) -> str:
+    """Returns the compiler flag that chooses the file that agent/kernels/arch/part.h includes."""
+    return f'-DLLMK_PART_FILE="{file}"'
+
+
+def _arch_unit(name: str, flags: Sequence[str], output: Path) -> list[Unit]:
+    """Returns a list with an object file of an instruction set, or an empty list if the set has no source file."""
+    source = ROOT / SOURCES / "arch" / f"{name}.cc"
+    return [Unit(source, [*COMPILE_FLAGS, *flags], output)] if source.is_file() else []
 
 
 def _unit(folder: Path, source: Path, flags: list[str]) -> Unit:
@@ -405,12 +435,10 @@ def _units_of(sources: Path, folder: Path, general: list[str]) -> list[Unit]:
 
 def _loops_units(folder: Path, known: dict[str, list[str]]) -> list[Unit]:
     """Returns the object files of the loops in performance/ceilings, one for each instruction set."""
-    table = f'-DLLMK_TABLE_FILE="{os.path.relpath(CEILINGS_LOOPS, SOURCES / "arch")}"'
+    part = part_flag(os.path.relpath(CEILINGS_LOOPS, SOURCES / "arch"))
     units = []
     for name, flags in {**known, PORTABLE: []}.items():
-        source = ROOT / SOURCES / "arch" / f"{name}.cc"
-        if source.is_file():
-            units.append(Unit(source, [*COMPILE_FLAGS, *flags, table], folder / CEILINGS_SOURCES / f"loops_{name}.o"))
+        units += _arch_unit(name, [*flags, part], folder / CEILINGS_SOURCES / f"loops_{name}.o")
     return units
 
 

@@ -65,7 +65,8 @@ LLMK_ENTRY int llmk_test_attention(const llmk::RotaryAttentionArgs* given, int64
   std::vector<int64_t> starts(static_cast<size_t>(2 * args.num_seqs) + 1);
   const int error = llmk::check_ready_attention("Attention", &args, key_rows, starts.data());
   if (error != 0) return error;
-  llmk::run(use_reference != 0 ? llmk::reference::rotary_attention : llmk::kernels().rotary_attention, args);
+  const llmk::StandardFloatingPoint scope;
+  use_reference != 0 ? llmk::reference::rotary_attention(args) : llmk::kernels().rotary_attention(args);
   return 0;
 }
 

@@ -13,7 +13,7 @@ import pytest
 
 from agent.kernels import compiled_sets
 from support.time_limits import time_limit
-from tools.kernel_build import COMPILE_FLAGS, INSTRUCTION_SETS
+from tools.kernel_build import COMPILE_FLAGS, INSTRUCTION_SETS, PARTS, SHARED_PARTS, part_flag, provider
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = os.environ.get("CXX", "g++")
@@ -31,5 +31,15 @@ def test_a_set_that_was_not_compiled_has_no_errors(tmp_path: Path, isa: str) -> 
     empty.touch()
     if isa in compiled_sets() or check(empty, *flags).returncode != 0:
         pytest.skip("it is in the library, or the compiler does not know it")
-    process = check(ROOT / "agent/kernels/arch" / f"{isa}.cc", *flags)
-    assert process.returncode == 0, process.stderr[-3000:]
+    for part in PARTS:
+        if provider(isa, part) == isa:
+            process = check(ROOT / "agent/kernels/arch" / f"{isa}.cc", *flags, part_flag(f"part_{part}.h"))
+            assert process.returncode == 0, process.stderr[-3000:]
+
+
+@pytest.mark.parametrize("isa", SHARED_PARTS)
+def test_a_shared_part_needs_no_other_instructions(isa: str) -> None:
+    """A processor that runs a set also runs the parts that the set takes from other sets."""
+    for other in SHARED_PARTS[isa].values():
+        for flag in INSTRUCTION_SETS[other]:
+            assert any(own.startswith(flag) for own in INSTRUCTION_SETS[isa]), (other, flag)

@@ -1,4 +1,4 @@
 // The kernels for AVX2, FMA and F16C (-mavx2 -mfma -mf16c).
 #define LLMK_ARCH avx2
 #define LLMK_VEC_AVX2
-#include "table.h"
+#include "part.h"

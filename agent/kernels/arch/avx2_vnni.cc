@@ -4,4 +4,4 @@
 #define LLMK_ARCH avx2_vnni
 #define LLMK_VEC_AVX2
 #define LLMK_VNNI
-#include "table.h"
+#include "part.h"

@@ -5,4 +5,4 @@
 #define LLMK_VNNI
 #define LLMK_BF16_DOT
 #define LLMK_AMX
-#include "table.h"
+#include "part.h"

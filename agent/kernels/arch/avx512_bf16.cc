@@ -4,4 +4,4 @@
 #define LLMK_VEC_AVX512
 #define LLMK_VNNI
 #define LLMK_BF16_DOT
-#include "table.h"
+#include "part.h"

@@ -2,4 +2,4 @@
 #define LLMK_ARCH avx512_vnni
 #define LLMK_VEC_AVX512
 #define LLMK_VNNI
-#include "table.h"
+#include "part.h"

@@ -3,4 +3,4 @@
 #define LLMK_NEON_DOT
 #define LLMK_NEON_I8MM
 #define LLMK_NEON_BF16
-#include "table.h"
+#include "part.h"

@@ -2,4 +2,4 @@
 #define LLMK_ARCH neon_i8mm
 #define LLMK_NEON_DOT
 #define LLMK_NEON_I8MM
-#include "table.h"
+#include "part.h"

@@ -1,3 +1,3 @@
 // The kernels without special instructions, for any processor of the architecture.
 #define LLMK_ARCH portable
-#include "table.h"
+#include "part.h"

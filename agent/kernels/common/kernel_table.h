@@ -1,6 +1,6 @@
-// The table of function pointers to the kernels of one instruction set. Each arch/<isa>.cc defines a table. kernels()
-// returns the table in use.
+// The table of the kernels of one instruction set. kernels() returns the table in use.
 #pragma once
+#include "kernel_parts.h"
 #include "../ops/gated_delta.h"
 #include "../ops/linear.h"
 #include "../ops/logits.h"
@@ -14,25 +14,19 @@
 
 namespace llmk {
 
-struct KernelTable {
+// The kernels of one instruction set. Several sets may share a part (arch/part.h).
+struct KernelTable : GeneralKernels {
   const char* isa;
-  int64_t tile_steps;  // number of steps in a tile of packed weights, called T in ops/linear.h
-  void (*rms_norm)(const RmsNormArgs&);
-  void (*swiglu)(const SwigluArgs&);
-  void (*silu)(const SiluArgs&);
-  void (*rotary)(const RotaryArgs&);
-  void (*matmul)(const MatMulArgs&);
-  void (*linear)(const LinearArgs&);
-  // LoRA (lora.h): multiplies a tile's rows of activations by rows [16 * group, 16 * group + 16) of the matrix A.
-  void (*lora_shrink)(const ShrinkTile& tile, int64_t group);
-  // Quantises the activations `x` of one row to int8, and stores them as row `row` of `rows`. `blob` is the packed
-  // weight of the layer. It determines the groups, and may have scales for the inputs (ops/quantize_row.h).
-  void (*quantize_row)(DType dtype, const void* x, const QuantizedRows& rows, int64_t row, const void* blob);
-  void (*sum_parts)(DType dtype, const void* const* parts, int num_parts, DType out_dtype, void* out, int64_t count);
-  void (*rotary_attention)(const RotaryAttentionArgs&);
-  void (*gated_delta)(const GatedDeltaArgs&);
-  void (*sigmoid_gate)(const SigmoidGateArgs&);
-  LogitsPasses logits;
+  ProductKernels floats, bfloats, bytes;
+
+  void linear(const LinearArgs& args) const;
+  void rotary_attention(const RotaryAttentionArgs& args) const;
+  // Returns the number of steps in a tile of packed weights, called T in ops/linear.h.
+  int64_t tile_steps(WeightFormat format) const { return products(format).tile_steps; }
+
+ private:
+  // Returns the part that multiplies by weights of a format.
+  const ProductKernels& products(WeightFormat format) const;
 };
 
 // Returns the best table for this processor, or the table that LLM_KERNELS_ISA names: portable, avx2, avx2_vnni,

@@ -14,6 +14,10 @@
 // memory.
 #define LLMK_INLINE static inline __attribute__((always_inline))
 
+// Prevents the compiler from inlining a function. If it inlined several tiles into one function, they would compete for
+// the registers. Whether it does depends on the other code of the file.
+#define LLMK_OUTLINE static __attribute__((noinline))
+
 // Unrolls a loop over a tile completely. Otherwise the compiler keeps the tile in memory instead of registers.
 #define LLMK_UNROLL _Pragma("GCC unroll 64")
 

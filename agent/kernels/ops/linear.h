@@ -8,8 +8,8 @@
 //
 // A panel is stored as two halves, each with two vectors. In memory, the two vectors alternate: T steps of the first
 // vector, then the same T steps of the second vector, and so on. T steps of a vector are a tile. T is 16 (a tile of 1
-// KB) for AMX and 1 otherwise. With T = 1, half a panel is one sequential stream. Hardware prefetchers follow one
-// stream at twice the rate of two streams through the same page.
+// KB) for AMX with all formats except float32 and float16. Otherwise T is 1, so that half a panel is one sequential
+// stream. Hardware prefetchers follow one stream at twice the rate of two streams through the same page.
 //
 // The dimensions of a blob for each format, where [steps / T] counts the tiles and braces enclose the parts of a group:
 //
@@ -60,7 +60,7 @@
 namespace llmk {
 
 // The number of a format is the field `kernel_code` of the format in llm_serving/model/number_formats.py. A new format
-// needs an entry there, here and in kFormats. A new value of Packing also needs code in linear_pack.cc, linear_driver.h
+// needs an entry there, here and in kFormats. A new value of Packing also needs code in linear_pack.cc, linear_bytes.h
 // and linear_weight_only.h.
 enum class WeightFormat : int32_t {
   kFloat32 = 0,
@@ -323,7 +323,3 @@ static inline int64_t vector_end(const PackedWeightHeader& header, int v) {
 }
 
 }  // namespace llmk
-
-#ifdef LLMK_ARCH
-#include "linear_driver.h"
-#endif

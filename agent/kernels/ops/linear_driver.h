@@ -53,7 +53,7 @@ struct PlainForm {
   static int64_t half_bytes(const WeightShape& shape, int64_t) { return shape.steps * shape.step_bytes / 2; }
 
   template <int R, int kLines>
-  static void tile(const LinearJob& job, const Piece& piece, int64_t row, float* sums, const uint8_t* next) {
+  LLMK_OUTLINE void tile(const LinearJob& job, const Piece& piece, int64_t row, float* sums, const uint8_t* next) {
     // For a single row, reads the weights in the order of memory: the panel's first 32 columns, then its last 32
     // columns.
     constexpr int C = R == 1 && Step::columns(1) > 2 ? 2 : Step::columns(R);
@@ -112,7 +112,7 @@ struct GroupedForm {
   static int64_t half_bytes(const WeightShape& shape, int64_t units) { return units * unit_bytes(shape) / 2; }
 
   template <int R, int kLines>
-  static void tile(const LinearJob& job, const Piece& piece, int64_t row, float* sums, const uint8_t* next) {
+  LLMK_OUTLINE void tile(const LinearJob& job, const Piece& piece, int64_t row, float* sums, const uint8_t* next) {
     if constexpr (R == 1 && kStreamsRow) return stream_row(job, piece, row, sums);
     constexpr int kFull = Step::columns(R), C = R * kFull > 12 && kFull > 2 ? 2 : kFull;
     for (int v = 0; v < 4; v += C) {
@@ -332,148 +332,6 @@ static inline void fetch_adapters(const LinearJob& job, int64_t panel, int64_t r
 template <class Form>
 static void run_panels(const LinearJob& job) {
   for_panels(job, [&](int64_t panel, int64_t row, int64_t row_end) { panel_task<Form>(job, panel, row, row_end); });
-}
-
-}  // namespace llmk::LLMK_ARCH
-
-#include "linear_weight_only.h"
-#ifdef LLMK_AMX
-#include "linear_amx.h"
-#endif
-
-namespace llmk::LLMK_ARCH {
-
-// Calls function(row) for every row, on several threads if there is enough work.
-template <class Function>
-static inline void for_rows(int64_t rows, int64_t depth, const Function& function) {
-  const int64_t rows_per_task = larger(1, (1 << 14) / depth);
-  parallel_for(ceil_div(rows, rows_per_task), [&](int64_t task) {
-    const int64_t end = smaller(rows, (task + 1) * rows_per_task);
-    for (int64_t row = task * rows_per_task; row < end; ++row) function(row);
-  });
-}
-
-// Converts the rows of x to type To. Pads each row with zeros, up to `stride` elements.
-template <class To, class T>
-static inline void convert_rows(LinearJob* job, int64_t stride) {
-  const LinearArgs& args = job->args;
-  const int64_t depth = job->header.depth;
-  To* to = static_cast<To*>(thread_scratch(kScratchLinearRows, args.rows * stride * static_cast<int64_t>(sizeof(To))));
-  for_rows(args.rows, depth, [&](int64_t row) {
-    const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
-    To* out = to + row * stride;
-    for (int64_t k = 0; k < stride; k += kLanes) {
-      store_part(out + k, k < depth ? load_n(x + k, depth - k) : zero(), stride - k);
-    }
-  });
-  job->x = to;
-  job->x_stride = stride;
-}
-
-// Sets the activations of the job to float32 rows. If the rows have another type, or if the depth is not a whole number
-// of steps, copies the rows. The copied rows are padded with zeros.
-static void rows_as_floats(LinearJob* job) {
-  const int64_t stride = ceil_div(job->header.depth, kLanes) * kLanes;
-  job->x = job->args.x;
-  job->x_stride = job->args.x_stride;
-  if (job->args.dtype == DType::kFloat16) convert_rows<float, half_t>(job, stride);
-  if (job->args.dtype == DType::kBFloat16) convert_rows<float, bfloat_t>(job, stride);
-  const bool uneven = job->header.depth % job->shape.step_depth != 0;
-  if (job->args.dtype == DType::kFloat32 && uneven) convert_rows<float, float>(job, stride);
-}
-
-#if defined(LLMK_BF16_DOT) || defined(LLMK_NEON_BF16)
-static void rows_as_bfloats(LinearJob* job) {
-  job->x = job->args.x;
-  job->x_stride = job->args.x_stride;
-  const bool whole_steps = job->header.depth % job->shape.step_depth == 0;
-  if (!whole_steps) convert_rows<bfloat_t, bfloat_t>(job, ceil_div(job->header.depth, kLanes) * kLanes);
-}
-#endif
-
-// Sets the activations of the job to int8 rows. These are the rows that the caller has quantised. If there are none,
-// this function quantises the rows.
-static void rows_as_bytes(LinearJob* job) {
-  const LinearArgs& args = job->args;
-  if (args.quantized != nullptr) {
-    job->rows = *args.quantized;
-  } else {
-    void* memory = thread_scratch(kScratchLinearRows, quantized_rows_bytes(args.weight, args.rows));
-    job->rows = quantized_rows(args.weight, args.rows, memory);
-    for_rows(args.rows, job->header.depth, [&](int64_t row) {
-      const char* x = static_cast<const char*>(args.x) + row * args.x_stride * size_of(args.dtype);
-      quantize_row(args.dtype, x, job->rows, row, args.weight);
-    });
-  }
-  job->x = job->rows.values;
-  job->x_stride = job->rows.stride;
-}
-
-// Converts the activations to the type that the products read. Then runs the code for the format of the weight, the
-// type of the activations and the instruction set.
-static void run_job(LinearJob* job) {
-  const WeightFormat format = job->header.format;
-  const bool grouped = job->header.group != 0 || has_nibbles(format);
-  if (wants_quantized_rows(job->args.weight)) {
-    rows_as_bytes(job);
-    grouped ? set_finish<Scaling::kRow>(job) : set_finish<Scaling::kIntegerBoth>(job);
-#ifdef LLMK_AMX
-    if (has_nibbles(format) && GroupedTiles<NibbleStep>::fits(*job)) {
-      return run_tiles<GroupedTiles<NibbleStep>>(*job);
-    }
-    if (!has_nibbles(format) && grouped && GroupedTiles<ByteStep>::fits(*job)) {
-      return run_tiles<GroupedTiles<ByteStep>>(*job);
-    }
-#endif
-    if (has_nibbles(format)) return run_panels<GroupedForm<NibbleStep>>(*job);
-    if (grouped) return run_panels<GroupedForm<ByteStep>>(*job);
-#ifdef LLMK_AMX
-    if (job->args.rows >= kLeastTiledRows && fits_tiles(*job)) return run_tiles<TiledForm<ByteTiles16>>(*job);
-#endif
-    return run_panels<PlainForm<ByteStep>>(*job);
-  }
-  const bool weight_only = is_integer(format);
-  weight_only && !grouped ? set_finish<Scaling::kColumn>(job) : set_finish<Scaling::kNone>(job);
-#ifdef LLMK_BF16_DOT
-  if (job->args.dtype == DType::kBFloat16) {
-    rows_as_bfloats(job);
-#ifdef LLMK_AMX
-    if (!weight_only && fits_tiles(*job)) return run_tiles<TiledForm<BFloatTiles16>>(*job);
-#endif
-    if (weight_only) return run_weight_only<bfloat_t>(*job);
-    return run_panels<PlainForm<BFloatDotStep>>(*job);
-  }
-#endif
-#ifdef LLMK_NEON_BF16
-  if (format == WeightFormat::kBFloat16) {
-    rows_as_bfloats(job);
-    return run_panels<PlainForm<BFloatMatrixStep>>(*job);
-  }
-#endif
-  rows_as_floats(job);
-  if (weight_only) return run_weight_only<float>(*job);
-  if (format == WeightFormat::kFloat32) return run_panels<PlainForm<FloatStep<float>>>(*job);
-  if (format == WeightFormat::kFloat16) return run_panels<PlainForm<FloatStep<half_t>>>(*job);
-#if !defined(LLMK_BF16_DOT) && !defined(LLMK_NEON_BF16)
-  return run_panels<PlainForm<BFloatStep>>(*job);
-#endif
-}
-
-static void linear(const LinearArgs& args) {
-  if (args.rows <= 0) return;
-  const PackedWeightHeader& header = header_of(args.weight);
-  LinearJob job{args,    header, weight_shape(header), static_cast<const uint8_t*>(args.weight) + sizeof(header),
-                bias_of(args.weight), static_inputs_of(args.weight).sum_offsets, nullptr, 0, QuantizedRows{}, nullptr,
-                nullptr};
-  if (args.best_ids != nullptr) {
-    job.best = static_cast<uint64_t*>(thread_scratch(kScratchLinearBest, args.rows * 8));
-    for (int64_t row = 0; row < args.rows; ++row) job.best[row] = best_key(-INFINITY, 0);
-  }
-  run_job(&job);
-  for (int64_t row = 0; args.best_ids != nullptr && row < args.rows; ++row) {
-    args.best_ids[row] = best_index(job.best[row]);
-    if (args.best_values != nullptr) args.best_values[row] = best_value(job.best[row]);
-  }
 }
 
 }  // namespace llmk::LLMK_ARCH

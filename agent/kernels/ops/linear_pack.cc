@@ -88,8 +88,8 @@ void copy_group(const PackSource& source, int64_t column, int64_t group, int64_t
 
 // Writes the stored integers of one column in one group to the column's lane of the group's steps. The group has
 // `depth` depths. Int4 steps have 8 depths: the first four go to the low nibbles, the others to the high nibbles.
-void place_codes(const GroupCodes& from, int64_t depth, int64_t step_depth, int lane, uint8_t* group) {
-  const int64_t tile_steps = kernels().tile_steps;
+void place_codes(const GroupCodes& from, int64_t depth, int64_t step_depth, int64_t tile_steps, int lane,
+                 uint8_t* group) {
   const int64_t steps = ceil_div(depth, step_depth);
   for (int64_t step = 0; step < steps; ++step) {
     uint8_t* to = group + step_offset(tile_steps, steps, step, lane / 16, 64) + lane % 16 * 4;
@@ -103,7 +103,7 @@ void place_codes(const GroupCodes& from, int64_t depth, int64_t step_depth, int 
 // of all columns come first. Then come the scales and, if `zeros`, the zero points.
 void pack_integer_column(const PackSource& source, const WeightShape& shape, int64_t column, int lane, bool zeros,
                          uint8_t* panel, GroupCodes* work) {
-  const int64_t group_depth = shape.group_steps * shape.step_depth;
+  const int64_t group_depth = shape.group_steps * shape.step_depth, tile_steps = kernels().tile_steps(source.format);
   for (int64_t g = 0; g < shape.groups; ++g) {
     const int64_t begin = g * group_depth, end = smaller(begin + group_depth, source.depth);
     if (source.scales == nullptr) {
@@ -112,7 +112,7 @@ void pack_integer_column(const PackSource& source, const WeightShape& shape, int
       copy_group(source, column, g, shape.groups, begin, end, work);
     }
     uint8_t* steps = panel + g * (shape.group_steps * shape.step_bytes + shape.scale_bytes);
-    place_codes(*work, end - begin, shape.step_depth, lane, steps);
+    place_codes(*work, end - begin, shape.step_depth, tile_steps, lane, steps);
     uint8_t* scales = steps + ceil_div(end - begin, shape.step_depth) * shape.step_bytes;
     std::memcpy(scales + lane * 4, &work->scale, 4);
     if (zeros) scales[kPanelColumns * 4 + lane] = work->zero;
@@ -121,7 +121,7 @@ void pack_integer_column(const PackSource& source, const WeightShape& shape, int
 
 // Packs one column of a float weight into lane `lane` (0 to 63) of a panel.
 void pack_float_column(const PackSource& source, const WeightShape& shape, int64_t column, int lane, uint8_t* panel) {
-  const int64_t lane_bytes = shape.step_bytes / kPanelColumns, tile_steps = kernels().tile_steps;
+  const int64_t lane_bytes = shape.step_bytes / kPanelColumns, tile_steps = kernels().tile_steps(source.format);
   for (int64_t k = 0, step = 0; step < shape.steps; ++step) {
     const int64_t offset = step_offset(tile_steps, shape.steps, step, lane / 16, 16 * lane_bytes);
     uint8_t* to = panel + offset + lane % 16 * lane_bytes;
@@ -232,7 +232,7 @@ int pack_weight(const PackSource& source, void* blob) {
   header.group = source.group;
   header.asymmetric = zeros ? 1 : 0;
   header.biased = source.bias != nullptr ? 1 : 0;
-  header.tile_steps = static_cast<int32_t>(kernels().tile_steps);
+  header.tile_steps = static_cast<int32_t>(kernels().tile_steps(source.format));
   header.static_inputs = static_inputs ? 1 : 0;
   std::memcpy(blob, &header, sizeof(header));
   const WeightShape shape = weight_shape(header);
@@ -288,9 +288,9 @@ int check_packed_weight(const char* op, const void* blob, int64_t bytes) {
     return refuse_text(op, "the weight was packed in layout %d; this build reads layout %d: pack it again",
                        header.layout, kPackedWeightLayout);
   }
-  if (header.tile_steps != kernels().tile_steps) {
+  if (is_known(header.format) && header.tile_steps != kernels().tile_steps(header.format)) {
     return refuse_text(op, "the weight was packed in tiles of %d steps; %s has tiles of %lld: pack it again",
-                       header.tile_steps, kernels().isa, static_cast<long long>(kernels().tile_steps));
+                       header.tile_steps, kernels().isa, static_cast<long long>(kernels().tile_steps(header.format)));
   }
   if (header.parts != 0) return check_parts(op, blob, bytes);
   const char* problem = problem_of_sizes(header.format, header.columns, header.depth, header.group);

@@ -5,7 +5,8 @@
 
 namespace llmk::LLMK_ARCH {
 
-// Number of steps in a tile of packed weights (T in linear.h).
+// Number of steps in a tile of packed weights (T in linear.h), for float32 and float16 weights and for all others.
+constexpr int64_t kFloatTileSteps = 1;
 #ifdef LLMK_AMX
 constexpr int64_t kTileSteps = 16;
 #else

@@ -76,8 +76,7 @@ class SingleRow {
   }
 
   // Writes the sums of each group to `sums` [groups][64 columns].
-  __attribute__((noinline)) static void sum_groups(const WeightShape& shape, const uint8_t* group, const float* x,
-                                                   float* sums) {
+  LLMK_OUTLINE void sum_groups(const WeightShape& shape, const uint8_t* group, const float* x, float* sums) {
     for (int64_t g = 0; g < shape.groups; ++g, sums += kPanelColumns) {
       const int64_t steps = steps_of(shape, g);
       sum_group(group, steps, scales_of(shape, group, steps), x, sums);

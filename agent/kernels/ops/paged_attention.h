@@ -611,22 +611,4 @@ static inline void attend_ready(const RotaryAttentionArgs& args) {
   if (any) attend_paged<F, C>(rest);
 }
 
-static void rotary_attention(const RotaryAttentionArgs& args) {
-  if (args.int8_cache) {
-#ifdef LLMK_VNNI
-    return attend_paged<Int8Form, int8_t>(args);
-#else
-    return attend_paged<FloatForm, int8_t>(args);
-#endif
-  }
-  if (args.dtype == DType::kFloat32) attend_paged<FloatForm, float>(args);
-  if (args.dtype == DType::kFloat16) attend_paged<FloatForm, half_t>(args);
-#ifdef LLMK_BF16_DOT
-  if (args.dtype == DType::kBFloat16 && args.ready) return attend_ready<BFloat16Form, bfloat_t>(args);
-  if (args.dtype == DType::kBFloat16) attend_paged<BFloat16Form, bfloat_t>(args);
-#else
-  if (args.dtype == DType::kBFloat16) attend_paged<FloatForm, bfloat_t>(args);
-#endif
-}
-
 }  // namespace llmk::LLMK_ARCH::paged

@@ -241,8 +241,8 @@ LLMK_INLINE void store_scores(const typename P::Acc (&total)[R][V], const float*
 
 // Computes the scores of `rows` rows of one head, from row number `row` on.
 template <class F>
-static inline void score_rows(const TaskRows& all, const TilePanels& panels, GroupRange groups, int64_t row,
-                              int64_t rows, TileFetch* fetch, float* scores) {
+LLMK_OUTLINE void score_rows(const TaskRows& all, const TilePanels& panels, GroupRange groups, int64_t row,
+                             int64_t rows, TileFetch* fetch, float* scores) {
   using P = typename F::ScoreProduct;
   const int64_t units = ceil_div(all.dim, F::kPerUnit), stride = F::kRowWords * all.query_units;
   const SharedFetch shared{fetch, row_blocks<F::kPasses>(rows)};

@@ -164,7 +164,3 @@ int check_rotary_attention(const char* op, RotaryAttentionArgs* args, int64_t* q
 int check_ready_attention(const char* op, RotaryAttentionArgs* args, int64_t key_rows, int64_t* starts);
 
 }  // namespace llmk
-
-#ifdef LLMK_ARCH
-#include "paged_attention.h"
-#endif

@@ -24,8 +24,9 @@
 
 namespace llmk {
 
-// tools/kernel_build.py defines LLMK_INSTRUCTION_SETS(X), a list of X(isa) for each instruction set that was compiled.
-#define LLMK_DECLARE_LOOPS(isa) namespace isa { extern const CeilingLoops kCeilingLoops; }
+// tools/kernel_build.py defines LLMK_INSTRUCTION_SETS(X), a list of X(isa, parts) for each instruction set that was
+// compiled.
+#define LLMK_DECLARE_LOOPS(isa, ...) namespace isa { extern const CeilingLoops kCeilingLoops; }
 LLMK_INSTRUCTION_SETS(LLMK_DECLARE_LOOPS)
 
 namespace {
@@ -35,7 +36,7 @@ struct NamedLoops {
   const CeilingLoops* loops;
 };
 
-#define LLMK_NAMED_LOOPS(isa) {#isa, &isa::kCeilingLoops},
+#define LLMK_NAMED_LOOPS(isa, ...) {#isa, &isa::kCeilingLoops},
 const NamedLoops kCompiled[] = {LLMK_INSTRUCTION_SETS(LLMK_NAMED_LOOPS)};
 
 const CeilingLoops& ceiling_loops() {
