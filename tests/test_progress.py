@@ -102,9 +102,10 @@ def test_short_stages_are_not_shown_again() -> None:
 
 def test_each_slow_command_of_the_makefile_shows_its_progress() -> None:
     """Commands that install, compile or create an environment run under ``tools/show_progress.py``."""
-    slow = re.compile(r"-m venv|\$\(INSTALL\)|setup\.py --quiet|pip wheel")
+    slow = re.compile(r"-m venv|\$\((INSTALL|LOCKED)\)|setup\.py --quiet|pip wheel")
     makefile = (REPOSITORY / "Makefile").read_text()
-    lines = [line for line in makefile.splitlines() if slow.search(line) and not line.startswith(("INSTALL", "help"))]
+    others = ("INSTALL", "LOCKED", "help")
+    lines = [line for line in makefile.splitlines() if slow.search(line) and not line.startswith(others)]
     assert len(lines) > 8
     assert [line for line in lines if "$(PATIENT)" not in line and "tools/show_progress.py" not in line] == []
     starts = [line for line in makefile.splitlines() if "tools/show_progress.py" in line]
