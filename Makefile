@@ -14,10 +14,12 @@ INSTALL := -m pip install --disable-pip-version-check --progress-bar off --no-co
 LOCKED  := $(INSTALL) --require-hashes --no-deps
 # Compiles the installed modules on all processors. A confined agent may not write bytecode, so without this step each
 # start of an agent would compile MindSpore again. Files for another Python version are left out, and so are modules
-# that no agent imports.
+# that no agent imports. compileall compares the pattern with whole paths. So the pattern begins with the folder of the
+# packages. Otherwise it would leave out all modules of a project in a folder `test`.
 BYTECODE = $(PATIENT) "compiling the modules of the packages" $(BIN)/python -W ignore -c \
-           "import compileall, re, sysconfig; unused = re.compile('/(tests?|pip|setuptools|pygments|rich)/'); \
-            compileall.compile_dir(sysconfig.get_path('purelib'), rx=unused, quiet=2, workers=0)"
+           "import compileall, re, sysconfig; folder = sysconfig.get_path('purelib'); \
+            unused = re.compile(re.escape(folder) + '/(.*/)?(tests?|pip|setuptools|pygments|rich)/'); \
+            compileall.compile_dir(folder, rx=unused, quiet=2, workers=0)"
 # Runs a command without its output, and prints a line every few seconds so that the user sees that it still runs. With
 # `exec` it replaces the shell, so that it gets the SIGTERM that make sends to the shell.
 PATIENT := exec $(BIN)/python tools/show_progress.py

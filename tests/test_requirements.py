@@ -1,16 +1,19 @@
 """Tests that the lock files pin every package with hashes and agree with pyproject.toml.
 
-Also tests that ``make help`` lists every target.
+Also tests that ``make help`` lists every target, and that ``make`` compiles the packages to bytecode.
 """
 
 from __future__ import annotations
 
 import re
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from support.small_configs import REPOSITORY
+from support.time_limits import time_limit
 from tools.lock_requirements import BUILD, FILES, packages
 
 LOCKS = {name: packages((REPOSITORY / name).read_text("utf-8")) for name in FILES}
@@ -71,3 +74,18 @@ def test_make_help_lists_every_target() -> None:
     assert phony is not None
     done = subprocess.run(["make", "help"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert {line.split()[1] for line in done.stdout.splitlines() if line.startswith("make ")} == set(phony[1].split())
+
+
+def test_make_compiles_the_packages_in_any_folder(tmp_path: Path) -> None:
+    """``compileall`` compares whole paths, so the names of unused packages must not match the folder of the project."""
+    venv = tmp_path / "rich" / "tests" / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=time_limit(120))
+    (packages,) = venv.glob("lib/python*/site-packages")
+    for name in ("used/one.py", "used/tests/two.py", "pip/three.py"):
+        (packages / name).parent.mkdir(parents=True, exist_ok=True)
+        (packages / name).touch()
+    command = ["make", "--eval", "compile-packages: ; @$(BYTECODE)", "compile-packages", f"VENV={venv}"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=time_limit(120), check=False)
+    assert done.returncode == 0, done.stderr
+    assert [file.relative_to(packages).parts[0] for file in packages.rglob("*.pyc")] == ["used"]
+    assert list(packages.glob("used/__pycache__/one.*.pyc"))
