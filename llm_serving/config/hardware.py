@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from llm_serving.config.model_section import ModelConfig
+from llm_serving.model.number_formats import AUTO, weight_format
+
 _CANN_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_OPP_PATH")
 _BFLOAT16_FEATURES = {"flags": "avx512_bf16", "Features": "bf16"}
 """Name of the line in /proc/cpuinfo that lists the features (x86-64 and Arm), and of the feature."""
@@ -32,8 +35,15 @@ class Hardware(NamedTuple):
             multiplies_bfloat16(environment) if bfloat16 is None else bfloat16,
         )
 
-    def model_dtype(self, op_table: str) -> str:
-        """Returns the type that ``model_dtype: auto`` means with these operators. Native operators have no float32."""
+    def model_dtype(self, model: ModelConfig, op_table: str) -> str:
+        """Returns ``model_dtype``, or the type that ``auto`` means with these operators.
+
+        Weights in a float format have the type of the model. Native operators have no float32.
+        """
+        if model.model_dtype != AUTO:
+            return model.model_dtype
+        if model.weight_format != AUTO and weight_format(model.weight_format).is_float:
+            return weight_format(model.weight_format).name
         return "bfloat16" if op_table == "native" or self.bfloat16 else "float32"
 
 

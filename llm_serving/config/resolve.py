@@ -321,19 +321,20 @@ class Resolver:
         return folder
 
     def _take_compute_dtype(self, op_table: str, mindformers: MindFormersFile | None) -> None:
-        """Sets ``model_dtype`` to MindFormers' ``compute_dtype`` if the config has float32 and native operators.
+        """With native operators, ``model_dtype`` becomes MindFormers' ``compute_dtype`` if it is float32 or auto.
 
         Native operators do not compute in float32. In configs of MindSpore llm-serving, ``model_dtype`` is only the
         type of the logits, and MindFormers computes in ``compute_dtype``.
         """
-        key, stated = "model_config.model_dtype", mindformers.compute_dtype if mindformers else None
-        if op_table != "native" or self._model.model_dtype != "float32" or self._raw.is_overridden(key):
-            return
-        if stated in (None, "float32"):
+        key, dtype = "model_config.model_dtype", self._model.model_dtype
+        stated = mindformers.compute_dtype if mindformers else None
+        is_free = dtype == AUTO or (dtype == "float32" and not self._raw.is_overridden(key))
+        if op_table != "native" or stated in (None, "float32") or not is_free:
             return
         self._model = replace(self._model, model_dtype=stated)
-        problem = f"native operators do not take float32; compute_dtype {stated} of the MindFormers YAML is used"
-        self._notes.append(str(self._raw.error(key, "float32", problem)))
+        if dtype != AUTO:
+            problem = f"native operators do not take float32; compute_dtype {stated} of the MindFormers YAML is used"
+            self._notes.append(str(self._raw.error(key, dtype, problem)))
 
     def _device(self, context: MindSporeContext, mindformers: MindFormersFile | None) -> tuple[str, str]:
         wanted = self._model.device_target or context.device_target or "auto"
@@ -348,9 +349,8 @@ class Resolver:
             op_table = "native" if device == "Ascend" or theirs else "fused"
         if theirs:
             check_op_table(self._raw, op_table)
-        if self._model.model_dtype == AUTO:
-            self._model = replace(self._model, model_dtype=self._hardware.model_dtype(op_table))
         self._take_compute_dtype(op_table, mindformers)
+        self._model = replace(self._model, model_dtype=self._hardware.model_dtype(self._model, op_table))
         check_device(self._raw, device, op_table, self._model.model_dtype, self._model.backend)
         return device, op_table
 

@@ -60,8 +60,11 @@ class StepJoin:
             done = {number: each for number, each in replies.items() if isinstance(each, StepDone)}
             return _joined(done[self._answering], list(done.values()))
         del self._failed[reply.seq]
-        if len(failures) < self._num_agents and not all(each.only_sampling for each in failures.values()):
+        only_sampling = {each.only_sampling for each in failures.values()}
+        if len(failures) < self._num_agents and False in only_sampling:
             self.torn = f"{self._failed_agents(replies)} failed step {reply.seq}, and the rest of the group did not"
+        elif len(only_sampling) > 1:
+            self.torn = f"{self._failed_agents(replies)} failed step {reply.seq} in different ways"
         return StepFailed(seq=reply.seq, slot=reply.slot, error=_text(failures.values()))
 
     def missing(self, seq: int) -> list[int]:

@@ -293,6 +293,19 @@ class TestModelDtype:
         config = load_config("llama_tiny_cpu.yaml", own, ascend=ascend, bfloat16=bfloat16)
         assert (config.model_config.model_dtype, config.kv_format) == (dtype, dtype)
 
+    @pytest.mark.parametrize(("stated", "dtype"), [("float32", "float32"), ("bf16", "bfloat16"), ("int8", "bfloat16")])
+    def test_auto_is_the_type_of_float_weights(self, stated: str, dtype: str) -> None:
+        own = ("model_config.model_dtype=auto", f"model_config.weight_format={stated}")
+        config = load_config("llama_tiny_cpu.yaml", own, ascend=False, bfloat16=True)
+        assert config.model_config.model_dtype == dtype
+
+    def test_auto_with_native_operators_is_the_type_of_mindformers(self, tmp_path: Path) -> None:
+        text = "model: {model_config: {compute_dtype: float16}}\n"
+        (tmp_path / "mf.yaml").write_text(text, encoding="utf-8")
+        own = ("model_config.model_dtype=auto", f"model_config.model_cfg_path={tmp_path / 'mf.yaml'}")
+        config = load_config("llama_tiny_cpu.yaml", own, ascend=True)
+        assert (config.model_config.model_dtype, config.notes) == ("float16", ())
+
     def test_a_stated_type_stays(self) -> None:
         config = load_config("llama_tiny_cpu.yaml", ("model_config.model_dtype=float16",), ascend=False, bfloat16=True)
         assert config.model_config.model_dtype == "float16"

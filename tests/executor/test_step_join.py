@@ -61,6 +61,13 @@ def test_a_sampling_that_fails_does_not_hide_another_failure():
     assert join.torn == "agents 3, 4 failed step 1, and the rest of the group did not"
 
 
+def test_agents_that_fail_in_different_ways_are_out_of_step():
+    join = StepJoin(2, first_rank=0)
+    join.add(0, failed(1, "no", only_sampling=True))
+    join.add(1, failed(1, "broken"))
+    assert join.torn == "agents 0, 1 failed step 1 in different ways"
+
+
 def test_a_failure_is_not_waited_for_forever():
     join = StepJoin(2, first_rank=0)
     join.add(0, done(1))
