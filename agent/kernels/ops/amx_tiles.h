@@ -27,13 +27,13 @@ static inline void load_config(const TileConfig& config) { __asm__ volatile("ldt
 // Configures the eight tile registers for products of up to two tiles of rows, with `upper` and `lower` rows. Tiles 0
 // and 1 hold the sums of the upper rows, tiles 2 and 3 the sums of the lower rows. Tile 4 holds the activations of the
 // upper rows, tile 5 those of the lower rows. Tiles 6 and 7 hold weights. If `lower` is 0, tiles 2, 3 and 5 have
-// `upper` rows.
-static inline void configure_tiles(int64_t upper, int64_t lower) {
+// `upper` rows. A product covers `steps` steps of the depth.
+static inline void configure_tiles(int64_t upper, int64_t lower, int64_t steps = kAmxSteps) {
   TileConfig config;
   const int64_t rows[8] = {upper, upper, lower > 0 ? lower : upper, lower > 0 ? lower : upper,
-                           upper, lower > 0 ? lower : upper, kAmxSteps, kAmxSteps};
+                           upper, lower > 0 ? lower : upper, steps, steps};
   for (int tile = 0; tile < 8; ++tile) {
-    config.row_bytes[tile] = 64;
+    config.row_bytes[tile] = static_cast<uint16_t>(tile == 4 || tile == 5 ? 4 * steps : 64);
     config.rows[tile] = static_cast<uint8_t>(rows[tile]);
   }
   load_config(config);

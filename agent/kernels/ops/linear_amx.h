@@ -264,13 +264,15 @@ struct TiledForm {
 // First unpacks a panel to signed bytes: the stored numbers minus their zero points. Then tiles compute the integer
 // sums of a group for 16 rows by 16 columns. At the same time, vector registers scale and add the sums of earlier
 // groups.
+//
+// A tile product covers 64 depths. It covers 32 depths if the groups or the depth are not a multiple of 64. Such a
+// product takes the same time.
 template <class Step>
 struct GroupedTiles {
   using X = int8_t;
 
   static bool fits(const LinearJob& job) {
-    const int64_t group = job.header.group;
-    return job.args.rows >= kLeastGroupedRows && group > 0 && group % kTileDepth == 0 && job.header.depth % group == 0;
+    return job.args.rows >= kLeastGroupedRows && job.header.group > 0 && tile_depth(job) > 0;
   }
 
   static auto choose_task(const LinearJob&) { return &task; }
@@ -285,7 +287,7 @@ struct GroupedTiles {
     int64_t configured = -1;
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t begin = rows * b / blocks, count = rows * (b + 1) / blocks - begin;
-      if (count != configured) configure_tiles(count, 0);
+      if (count != configured) configure_tiles(count, 0, tile_depth(job) / 4);
       configured = count;
       const int8_t* x = static_cast<const int8_t*>(job.x) + (row + begin) * job.x_stride;
       for (int v = 0; v < 4; ++v) add_groups(job, x, bytes, weights, v, &fetch, sums + v * kLanes);
@@ -296,20 +298,33 @@ struct GroupedTiles {
 
  private:
   static constexpr int64_t kLeastGroupedRows = 8;  // for fewer rows, vector registers are faster
-  static constexpr int64_t kTileDepth = 4 * kAmxSteps;
 
-  static int64_t group_bytes(const LinearJob& job) {
-    return job.shape.group_steps * job.shape.step_bytes + job.shape.scale_bytes;
+  // Returns the number of depths that a tile product covers, or 0 if the groups do not consist of whole tiles.
+  static int64_t tile_depth(const LinearJob& job) {
+    const int64_t group = job.header.group, depth = job.header.depth;
+    for (int64_t tile = 4 * kAmxSteps; tile >= 2 * kAmxSteps; tile /= 2) {
+      if (group % tile == 0 && depth % tile == 0) return tile;
+    }
+    return 0;
   }
-  static const float* scales_of(const LinearJob& job, const uint8_t* group) {
-    return reinterpret_cast<const float*>(group + job.shape.group_steps * job.shape.step_bytes);
+
+  // Returns the number of steps of group `g`. The last group may be shorter than the others.
+  static int64_t steps_of(const LinearJob& job, int64_t g) {
+    return smaller(job.shape.group_steps, job.shape.steps - g * job.shape.group_steps);
+  }
+  // Returns the scales of group `g` of a panel. In memory, they follow the weights of the group.
+  static const float* scales_of(const LinearJob& job, const uint8_t* panel, int64_t g) {
+    const int64_t steps = g * job.shape.group_steps + steps_of(job, g);
+    return reinterpret_cast<const float*>(panel + steps * job.shape.step_bytes + g * job.shape.scale_bytes);
   }
 
   // Unpacks a panel into signed bytes, in the layout [4 vectors][depth / 4][16 columns][4 depths].
-  static void unpack(const LinearJob& job, const uint8_t* group, uint8_t* to) {
-    const int64_t steps = job.shape.group_steps, vector_bytes = job.header.depth * kLanes;
-    for (int64_t g = 0; g < job.shape.groups; ++g, group += group_bytes(job), to += steps * Step::kDepth * kLanes) {
-      const uint8_t* zeros = reinterpret_cast<const uint8_t*>(scales_of(job, group) + kPanelColumns);
+  static void unpack(const LinearJob& job, const uint8_t* panel, uint8_t* to) {
+    const int64_t vector_bytes = job.header.depth * kLanes;
+    const uint8_t* group = panel;
+    for (int64_t g = 0; g < job.shape.groups; ++g) {
+      const int64_t steps = steps_of(job, g);
+      const uint8_t* zeros = reinterpret_cast<const uint8_t*>(scales_of(job, panel, g) + kPanelColumns);
       for (int v = 0; v < 4; ++v) {
         const Ints column_zeros =
             job.header.asymmetric != 0 ? load_unsigned_bytes(zeros + v * kLanes) : broadcast_int(Step::kZero);
@@ -321,6 +336,8 @@ struct GroupedTiles {
           unpack_step(load_ints(from), zero_points, out);
         }
       }
+      group += steps * job.shape.step_bytes + job.shape.scale_bytes;
+      to += steps * Step::kDepth * kLanes;
     }
   }
 
@@ -334,56 +351,80 @@ struct GroupedTiles {
     }
   }
 
-  static constexpr int kTogether = 4;  // number of groups whose sums are computed together, each in its own tile
   using Products = int32_t[kAmxRows][kLanes];
+
+  // The groups of one vector of columns for one block of rows. `x` and `w` point to the next tile product.
+  struct Groups {
+    const int8_t* x;
+    const uint8_t* w;
+    int64_t x_stride, tile_depth;
+    int64_t count, tiles, tiles_left;  // number of groups; tile products of a full group, and those that are left
+  };
 
   // For one vector of columns, computes total = fma(float(sum of a group), scale, total) in the order of the groups.
   //
-  // Tile products of the next groups run while the sums of earlier groups are added. Each sum is stored as late as
-  // possible, because a store that waits for its tile product blocks all later stores.
-  static void add_groups(const LinearJob& job, const int8_t* x, const uint8_t* bytes, const uint8_t* group, int v,
+  // While tiles multiply one group, the sums of the group two places before it are stored, and those of the group three
+  // places before it are added. A group therefore has its own tile and its own memory, out of four. A store that
+  // followed its tile product at once would wait for it, and would block all later stores.
+  static void add_groups(const LinearJob& job, const int8_t* x, const uint8_t* bytes, const uint8_t* panel, int v,
                          Fetch* fetch, float* sums) {
-    const int64_t tiles = job.header.group / kTileDepth, groups = job.shape.groups;
-    const uint8_t* w = bytes + v * job.header.depth * kLanes;
+    const int64_t depth = tile_depth(job);
+    Groups groups{x,
+                  bytes + v * job.header.depth * kLanes,
+                  job.x_stride,
+                  depth,
+                  job.shape.groups,
+                  job.header.group / depth,
+                  job.header.depth / depth};
     alignas(64) Products products[kTogether];
     Vec total[kAmxRows];
     LLMK_UNROLL
     for (int r = 0; r < kAmxRows; ++r) total[r] = zero();
-    const auto fold = [&](int64_t count) {
-      for (int64_t i = 0; i < count; ++i, group += group_bytes(job)) {
-        const Vec scale = load(scales_of(job, group) + v * kLanes);
-        LLMK_UNROLL
-        for (int r = 0; r < kAmxRows; ++r) total[r] = fused(to_floats(load_ints(products[i][r])), scale, total[r]);
-      }
+    const auto add = [&](int64_t g, const Products& group_sums) {
+      if (g < 0 || g >= groups.count) return;
+      const Vec scale = load(scales_of(job, panel, g) + v * kLanes);
+      LLMK_UNROLL
+      for (int r = 0; r < kAmxRows; ++r) total[r] = fused(to_floats(load_ints(group_sums[r])), scale, total[r]);
     };
-    int64_t stored = 0;
-    for (int64_t g = 0, count; g < groups; g += count, stored = count) {
-      count = smaller(kTogether, groups - g);
-      multiply_group<0>(&x, job.x_stride, &w, tiles);
-      if (count > 1) multiply_group<1>(&x, job.x_stride, &w, tiles);
-      if (count > 2) multiply_group<2>(&x, job.x_stride, &w, tiles);
-      if (count > 3) multiply_group<3>(&x, job.x_stride, &w, tiles);
+    for (int64_t g = 0; g < groups.count + kAddLag; g += kTogether) {
       fetch->lines(2);
-      fold(stored);
-      store_tile<0>(products[0], sizeof(products[0][0]));
-      if (count > 1) store_tile<1>(products[1], sizeof(products[0][0]));
-      if (count > 2) store_tile<2>(products[2], sizeof(products[0][0]));
-      if (count > 3) store_tile<3>(products[3], sizeof(products[0][0]));
+      multiply_and_store<0>(g, &groups, products);
+      add(g - kAddLag, products[1]);
+      multiply_and_store<1>(g + 1, &groups, products);
+      add(g + 1 - kAddLag, products[2]);
+      multiply_and_store<2>(g + 2, &groups, products);
+      add(g + 2 - kAddLag, products[3]);
+      multiply_and_store<3>(g + 3, &groups, products);
+      add(g + 3 - kAddLag, products[0]);
     }
-    fold(stored);
     LLMK_UNROLL
     for (int r = 0; r < kAmxRows; ++r) store(sums + r * kPanelColumns, total[r]);
   }
 
-  // Multiplies 16 rows by one group of weights and leaves the sums in tile S. The rows stay in the L1 cache. The
+  static constexpr int kTogether = 4, kStoreLag = 2, kAddLag = 3;
+
+  // Multiplies group `g` into tile S. Then stores the sums of group g - kStoreLag.
+  template <int S>
+  LLMK_INLINE void multiply_and_store(int64_t g, Groups* groups, Products (&products)[kTogether]) {
+    if (g < groups->count) multiply_group<S>(groups);
+    constexpr int kStored = (S + kTogether - kStoreLag) % kTogether;
+    if (g >= kStoreLag && g - kStoreLag < groups->count) {
+      store_tile<kStored>(products[kStored], sizeof(products[kStored][0]));
+    }
+  }
+
+  // Multiplies 16 rows by the next group of weights and leaves the sums in tile S. The rows stay in the L1 cache. The
   // weights are loaded with a non-temporal hint, because a panel is larger than this cache.
   template <int S>
-  LLMK_INLINE void multiply_group(const int8_t** x, int64_t x_stride, const uint8_t** w, int64_t tiles) {
+  LLMK_INLINE void multiply_group(Groups* groups) {
     clear_tile<S>();
-    for (int64_t i = 0; i < tiles; ++i, *x += kTileDepth, *w += kTileBytes) {
-      load_tile<4 + S % 2>(*x, x_stride);
-      load_tile_once<6 + S % 2>(*w, 64);
+    const int64_t left = larger(groups->tiles_left - groups->tiles, 0);
+    for (; groups->tiles_left > left; --groups->tiles_left) {
+      load_tile<4 + S % 2>(groups->x, groups->x_stride);
+      load_tile_once<6 + S % 2>(groups->w, 64);
       multiply_signed_bytes<S, 4 + S % 2, 6 + S % 2>();
+      groups->x += groups->tile_depth;
+      groups->w += groups->tile_depth * kLanes;
     }
   }
 };
