@@ -353,6 +353,8 @@ struct GroupedTiles {
 
   using Products = int32_t[kAmxRows][kLanes];
 
+  static constexpr int kTogether = 4, kStoreLag = 2, kAddLag = 3;
+
   // The groups of one vector of columns for one block of rows. `x` and `w` point to the next tile product.
   struct Groups {
     const int8_t* x;
@@ -380,37 +382,30 @@ struct GroupedTiles {
     Vec total[kAmxRows];
     LLMK_UNROLL
     for (int r = 0; r < kAmxRows; ++r) total[r] = zero();
-    const auto add = [&](int64_t g, const Products& group_sums) {
-      if (g < 0 || g >= groups.count) return;
-      const Vec scale = load(scales_of(job, panel, g) + v * kLanes);
-      LLMK_UNROLL
-      for (int r = 0; r < kAmxRows; ++r) total[r] = fused(to_floats(load_ints(group_sums[r])), scale, total[r]);
-    };
     for (int64_t g = 0; g < groups.count + kAddLag; g += kTogether) {
       fetch->lines(2);
-      multiply_and_store<0>(g, &groups, products);
-      add(g - kAddLag, products[1]);
-      multiply_and_store<1>(g + 1, &groups, products);
-      add(g + 1 - kAddLag, products[2]);
-      multiply_and_store<2>(g + 2, &groups, products);
-      add(g + 2 - kAddLag, products[3]);
-      multiply_and_store<3>(g + 3, &groups, products);
-      add(g + 3 - kAddLag, products[0]);
+      advance<0>(job, panel, v, g, &groups, products, total);
+      advance<1>(job, panel, v, g + 1, &groups, products, total);
+      advance<2>(job, panel, v, g + 2, &groups, products, total);
+      advance<3>(job, panel, v, g + 3, &groups, products, total);
     }
     LLMK_UNROLL
     for (int r = 0; r < kAmxRows; ++r) store(sums + r * kPanelColumns, total[r]);
   }
 
-  static constexpr int kTogether = 4, kStoreLag = 2, kAddLag = 3;
-
-  // Multiplies group `g` into tile S. Then stores the sums of group g - kStoreLag.
+  // Multiplies group `g` into tile S. Then stores the sums of group g - kStoreLag, and adds those of group g - kAddLag.
   template <int S>
-  LLMK_INLINE void multiply_and_store(int64_t g, Groups* groups, Products (&products)[kTogether]) {
+  LLMK_INLINE void advance(const LinearJob& job, const uint8_t* panel, int v, int64_t g, Groups* groups,
+                           Products (&products)[kTogether], Vec (&total)[kAmxRows]) {
+    constexpr int kStored = (S + kTogether - kStoreLag) % kTogether, kAdded = (S + kTogether - kAddLag) % kTogether;
     if (g < groups->count) multiply_group<S>(groups);
-    constexpr int kStored = (S + kTogether - kStoreLag) % kTogether;
     if (g >= kStoreLag && g - kStoreLag < groups->count) {
       store_tile<kStored>(products[kStored], sizeof(products[kStored][0]));
     }
+    if (g < kAddLag || g - kAddLag >= groups->count) return;
+    const Vec scale = load(scales_of(job, panel, g - kAddLag) + v * kLanes);
+    LLMK_UNROLL
+    for (int r = 0; r < kAmxRows; ++r) total[r] = fused(to_floats(load_ints(products[kAdded][r])), scale, total[r]);
   }
 
   // Multiplies 16 rows by the next group of weights and leaves the sums in tile S. The rows stay in the L1 cache. The
