@@ -278,19 +278,21 @@ struct GroupedTiles {
   static auto choose_task(const LinearJob&) { return &task; }
 
   static void task(const LinearJob& job, int64_t panel, int64_t row, int64_t row_end) {
-    const int64_t rows = row_end - row, blocks = ceil_div(rows, kAmxRows);
-    uint8_t* bytes = static_cast<uint8_t*>(thread_scratch(kScratchTile, job.header.depth * kPanelColumns));
+    const int64_t rows = row_end - row, blocks = ceil_div(rows, kAmxRows), groups = job.shape.groups;
     const uint8_t* weights = job.panels + panel * job.shape.panel_bytes;
     Fetch fetch(weights + job.shape.panel_bytes, job.shape.panel_bytes);
-    unpack(job, weights, bytes);
+    const Unpacked unpacked = unpack(job, weights);
+    const int64_t chunks = ceil_div(job.header.depth, kChunkDepth);
     alignas(64) float sums[kAmxRows * kPanelColumns];
     int64_t configured = -1;
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t begin = rows * b / blocks, count = rows * (b + 1) / blocks - begin;
       if (count != configured) configure_tiles(count, 0, tile_depth(job) / 4);
       configured = count;
-      const int8_t* x = static_cast<const int8_t*>(job.x) + (row + begin) * job.x_stride;
-      for (int v = 0; v < 4; ++v) add_groups(job, x, bytes, weights, v, &fetch, sums + v * kLanes);
+      for (int64_t c = 0; c < chunks; ++c) {
+        const int64_t first = groups * c / chunks, last = groups * (c + 1) / chunks;
+        for (int v = 0; v < 4; ++v) add_groups(job, unpacked, row + begin, v, first, last, &fetch, sums + v * kLanes);
+      }
       finish_tile(job, panel, row + begin, count, sums);
     }
     release_tiles();
@@ -298,6 +300,7 @@ struct GroupedTiles {
 
  private:
   static constexpr int64_t kLeastGroupedRows = 8;  // for fewer rows, vector registers are faster
+  static constexpr int64_t kChunkDepth = 2048;     // number of depths of 16 rows that stay in the L1 cache
 
   // Returns the number of depths that a tile product covers, or 0 if the groups do not consist of whole tiles.
   static int64_t tile_depth(const LinearJob& job) {
@@ -308,36 +311,43 @@ struct GroupedTiles {
     return 0;
   }
 
-  // Returns the number of steps of group `g`. The last group may be shorter than the others.
-  static int64_t steps_of(const LinearJob& job, int64_t g) {
-    return smaller(job.shape.group_steps, job.shape.steps - g * job.shape.group_steps);
-  }
-  // Returns the scales of group `g` of a panel. In memory, they follow the weights of the group.
-  static const float* scales_of(const LinearJob& job, const uint8_t* panel, int64_t g) {
-    const int64_t steps = g * job.shape.group_steps + steps_of(job, g);
-    return reinterpret_cast<const float*>(panel + steps * job.shape.step_bytes + g * job.shape.scale_bytes);
-  }
+  // A panel as signed bytes and scales.
+  struct Unpacked {
+    uint8_t* bytes;  // [4 vectors][depth / 4][16 columns][4 depths]
+    float* scales;   // [4 vectors][groups][16 columns]
+  };
 
-  // Unpacks a panel into signed bytes, in the layout [4 vectors][depth / 4][16 columns][4 depths].
-  static void unpack(const LinearJob& job, const uint8_t* panel, uint8_t* to) {
-    const int64_t vector_bytes = job.header.depth * kLanes;
+  static Unpacked unpack(const LinearJob& job, const uint8_t* panel) {
+    const int64_t bytes = job.header.depth * kPanelColumns, scale_bytes = job.shape.groups * kPanelColumns * 4;
+    uint8_t* memory = static_cast<uint8_t*>(thread_scratch(kScratchTile, bytes + scale_bytes));
+    const Unpacked to{memory, reinterpret_cast<float*>(memory + bytes)};
     const uint8_t* group = panel;
     for (int64_t g = 0; g < job.shape.groups; ++g) {
-      const int64_t steps = steps_of(job, g);
-      const uint8_t* zeros = reinterpret_cast<const uint8_t*>(scales_of(job, panel, g) + kPanelColumns);
+      const int64_t first = g * job.shape.group_steps, steps = smaller(job.shape.group_steps, job.shape.steps - first);
+      const float* scales = reinterpret_cast<const float*>(group + steps * job.shape.step_bytes);
       for (int v = 0; v < 4; ++v) {
-        const Ints column_zeros =
-            job.header.asymmetric != 0 ? load_unsigned_bytes(zeros + v * kLanes) : broadcast_int(Step::kZero);
-        const Ints zero_points = multiply(column_zeros, broadcast_int(0x01010101));
-        uint8_t* out = to + v * vector_bytes;
-        for (int64_t s = 0; s < steps; ++s, out += Step::kDepth * kLanes) {
-          const uint8_t* from = group + step_offset(kTileSteps, steps, s, v, 64);
-          __builtin_prefetch(from + kFetchAhead, 0, 3);
-          unpack_step(load_ints(from), zero_points, out);
-        }
+        const int64_t depth = v * job.header.depth + first * Step::kDepth;
+        unpack_vector(job, group, steps, v, to.bytes + depth * kLanes);
+        store(to.scales + (v * job.shape.groups + g) * kLanes, load(scales + v * kLanes));
       }
       group += steps * job.shape.step_bytes + job.shape.scale_bytes;
-      to += steps * Step::kDepth * kLanes;
+    }
+    return to;
+  }
+
+  // Unpacks one vector of a group of `steps` steps.
+  static void unpack_vector(const LinearJob& job, const uint8_t* group, int64_t steps, int v, uint8_t* to) {
+    const uint8_t* zeros = group + steps * job.shape.step_bytes + kPanelColumns * 4 + v * kLanes;
+    const Ints column_zeros =
+        job.header.asymmetric != 0 ? load_unsigned_bytes(zeros) : broadcast_int(Step::kZero);
+    const Ints zero_points = multiply(column_zeros, broadcast_int(0x01010101));
+    for (int64_t first = 0; first < steps; first += kTileSteps) {
+      const uint8_t* from = group + step_offset(kTileSteps, steps, first, v, 64);
+      const int64_t count = smaller(kTileSteps, steps - first);
+      for (int64_t s = 0; s < count; ++s, from += 64, to += Step::kDepth * kLanes) {
+        __builtin_prefetch(from + kFetchAhead, 0, 3);
+        unpack_step(load_ints(from), zero_points, to);
+      }
     }
   }
 
@@ -355,39 +365,43 @@ struct GroupedTiles {
 
   static constexpr int kTogether = 4, kStoreLag = 2, kAddLag = 3;
 
-  // The groups of one vector of columns for one block of rows. `x` and `w` point to the next tile product.
+  // A range of groups of one vector of columns, and one block of rows. `x` and `w` point to the next tile product,
+  // `scales` to the scales of the next group whose sums are added.
   struct Groups {
     const int8_t* x;
     const uint8_t* w;
+    const float* scales;
     int64_t x_stride, tile_depth;
     int64_t count, tiles, tiles_left;  // number of groups; tile products of a full group, and those that are left
   };
 
-  // For one vector of columns, computes total = fma(float(sum of a group), scale, total) in the order of the groups.
+  // For one vector of columns, computes total = fma(float(sum of a group), scale, total) for the groups from `first` to
+  // `last` - 1, in this order. If `first` is not 0, `sums` has the totals of the groups before it.
   //
   // While tiles multiply one group, the sums of the group two places before it are stored, and those of the group three
   // places before it are added. A group therefore has its own tile and its own memory, out of four. A store that
   // followed its tile product at once would wait for it, and would block all later stores.
-  static void add_groups(const LinearJob& job, const int8_t* x, const uint8_t* bytes, const uint8_t* panel, int v,
+  static void add_groups(const LinearJob& job, const Unpacked& panel, int64_t row, int v, int64_t first, int64_t last,
                          Fetch* fetch, float* sums) {
-    const int64_t depth = tile_depth(job);
-    Groups groups{x,
-                  bytes + v * job.header.depth * kLanes,
+    const int64_t depth = tile_depth(job), tiles = job.header.group / depth, begin = first * job.header.group;
+    Groups groups{static_cast<const int8_t*>(job.x) + row * job.x_stride + begin,
+                  panel.bytes + (v * job.header.depth + begin) * kLanes,
+                  panel.scales + (v * job.shape.groups + first) * kLanes,
                   job.x_stride,
                   depth,
-                  job.shape.groups,
-                  job.header.group / depth,
-                  job.header.depth / depth};
+                  last - first,
+                  tiles,
+                  smaller(last * tiles, job.header.depth / depth) - first * tiles};
     alignas(64) Products products[kTogether];
     Vec total[kAmxRows];
     LLMK_UNROLL
-    for (int r = 0; r < kAmxRows; ++r) total[r] = zero();
+    for (int r = 0; r < kAmxRows; ++r) total[r] = first == 0 ? zero() : load(sums + r * kPanelColumns);
     for (int64_t g = 0; g < groups.count + kAddLag; g += kTogether) {
       fetch->lines(2);
-      advance<0>(job, panel, v, g, &groups, products, total);
-      advance<1>(job, panel, v, g + 1, &groups, products, total);
-      advance<2>(job, panel, v, g + 2, &groups, products, total);
-      advance<3>(job, panel, v, g + 3, &groups, products, total);
+      advance<0>(g, &groups, products, total);
+      advance<1>(g + 1, &groups, products, total);
+      advance<2>(g + 2, &groups, products, total);
+      advance<3>(g + 3, &groups, products, total);
     }
     LLMK_UNROLL
     for (int r = 0; r < kAmxRows; ++r) store(sums + r * kPanelColumns, total[r]);
@@ -395,15 +409,15 @@ struct GroupedTiles {
 
   // Multiplies group `g` into tile S. Then stores the sums of group g - kStoreLag, and adds those of group g - kAddLag.
   template <int S>
-  LLMK_INLINE void advance(const LinearJob& job, const uint8_t* panel, int v, int64_t g, Groups* groups,
-                           Products (&products)[kTogether], Vec (&total)[kAmxRows]) {
+  LLMK_INLINE void advance(int64_t g, Groups* groups, Products (&products)[kTogether], Vec (&total)[kAmxRows]) {
     constexpr int kStored = (S + kTogether - kStoreLag) % kTogether, kAdded = (S + kTogether - kAddLag) % kTogether;
     if (g < groups->count) multiply_group<S>(groups);
     if (g >= kStoreLag && g - kStoreLag < groups->count) {
       store_tile<kStored>(products[kStored], sizeof(products[kStored][0]));
     }
     if (g < kAddLag || g - kAddLag >= groups->count) return;
-    const Vec scale = load(scales_of(job, panel, g - kAddLag) + v * kLanes);
+    const Vec scale = load(groups->scales);
+    groups->scales += kLanes;
     LLMK_UNROLL
     for (int r = 0; r < kAmxRows; ++r) total[r] = fused(to_floats(load_ints(products[kAdded][r])), scale, total[r]);
   }
