@@ -299,7 +299,7 @@ struct GroupedTiles {
   }
 
  private:
-  static constexpr int64_t kLeastGroupedRows = 8;  // for fewer rows, vector registers are faster
+  static constexpr int64_t kLeastGroupedRows = 3;  // for fewer rows, vector registers are faster
   static constexpr int64_t kChunkDepth = 2048;     // number of depths of 16 rows that stay in the L1 cache
 
   // Returns the number of depths that a tile product covers, or 0 if the groups do not consist of whole tiles.
@@ -335,6 +335,9 @@ struct GroupedTiles {
     return to;
   }
 
+  // Number of steps that are unpacked without a test. Groups consist of tile products of at least 32 depths.
+  static constexpr int kStepsTogether = 2 * kAmxSteps / Step::kDepth;
+
   // Unpacks one vector of a group of `steps` steps.
   static void unpack_vector(const LinearJob& job, const uint8_t* group, int64_t steps, int v, uint8_t* to) {
     const uint8_t* zeros = group + steps * job.shape.step_bytes + kPanelColumns * 4 + v * kLanes;
@@ -344,9 +347,12 @@ struct GroupedTiles {
     for (int64_t first = 0; first < steps; first += kTileSteps) {
       const uint8_t* from = group + step_offset(kTileSteps, steps, first, v, 64);
       const int64_t count = smaller(kTileSteps, steps - first);
-      for (int64_t s = 0; s < count; ++s, from += 64, to += Step::kDepth * kLanes) {
-        __builtin_prefetch(from + kFetchAhead, 0, 3);
-        unpack_step(load_ints(from), zero_points, to);
+      for (int64_t s = 0; s < count; s += kStepsTogether) {
+        LLMK_UNROLL
+        for (int i = 0; i < kStepsTogether; ++i, from += 64, to += Step::kDepth * kLanes) {
+          __builtin_prefetch(from + kFetchAhead, 0, 3);
+          unpack_step(load_ints(from), zero_points, to);
+        }
       }
     }
   }
