@@ -281,7 +281,7 @@ struct GroupedTiles {
     const int64_t rows = row_end - row, blocks = ceil_div(rows, kAmxRows), groups = job.shape.groups;
     const uint8_t* weights = job.panels + panel * job.shape.panel_bytes;
     Fetch fetch(weights + job.shape.panel_bytes, job.shape.panel_bytes);
-    const Unpacked unpacked = unpack(job, weights);
+    const Unpacked unpacked = memory_of_panel(job);
     const int64_t chunks = ceil_div(job.header.depth, kChunkDepth);
     alignas(64) float sums[kAmxRows * kPanelColumns];
     int64_t configured = -1;
@@ -291,7 +291,10 @@ struct GroupedTiles {
       configured = count;
       for (int64_t c = 0; c < chunks; ++c) {
         const int64_t first = groups * c / chunks, last = groups * (c + 1) / chunks;
-        for (int v = 0; v < 4; ++v) add_groups(job, unpacked, row + begin, v, first, last, &fetch, sums + v * kLanes);
+        for (int v = 0; v < 4; ++v) {
+          if (b == 0) unpack(job, weights, v, first, last, unpacked);
+          add_groups(job, unpacked, row + begin, v, first, last, &fetch, sums + v * kLanes);
+        }
       }
       finish_tile(job, panel, row + begin, count, sums);
     }
@@ -317,22 +320,24 @@ struct GroupedTiles {
     float* scales;   // [4 vectors][groups][16 columns]
   };
 
-  static Unpacked unpack(const LinearJob& job, const uint8_t* panel) {
+  static Unpacked memory_of_panel(const LinearJob& job) {
     const int64_t bytes = job.header.depth * kPanelColumns, scale_bytes = job.shape.groups * kPanelColumns * 4;
     uint8_t* memory = static_cast<uint8_t*>(thread_scratch(kScratchTile, bytes + scale_bytes));
-    const Unpacked to{memory, reinterpret_cast<float*>(memory + bytes)};
-    const uint8_t* group = panel;
-    for (int64_t g = 0; g < job.shape.groups; ++g) {
-      const int64_t first = g * job.shape.group_steps, steps = smaller(job.shape.group_steps, job.shape.steps - first);
-      const float* scales = reinterpret_cast<const float*>(group + steps * job.shape.step_bytes);
-      for (int v = 0; v < 4; ++v) {
-        const int64_t depth = v * job.header.depth + first * Step::kDepth;
-        unpack_vector(job, group, steps, v, to.bytes + depth * kLanes);
-        store(to.scales + (v * job.shape.groups + g) * kLanes, load(scales + v * kLanes));
-      }
-      group += steps * job.shape.step_bytes + job.shape.scale_bytes;
+    return {memory, reinterpret_cast<float*>(memory + bytes)};
+  }
+
+  // Unpacks vector `v` of the groups from `first` to `last` - 1 of a panel.
+  static void unpack(const LinearJob& job, const uint8_t* panel, int v, int64_t first, int64_t last,
+                     const Unpacked& to) {
+    const WeightShape& shape = job.shape;
+    const uint8_t* group = panel + first * (shape.group_steps * shape.step_bytes + shape.scale_bytes);
+    for (int64_t g = first; g < last; ++g) {
+      const int64_t begin = g * shape.group_steps, steps = smaller(shape.group_steps, shape.steps - begin);
+      const float* scales = reinterpret_cast<const float*>(group + steps * shape.step_bytes);
+      unpack_vector(job, group, steps, v, to.bytes + (v * job.header.depth + begin * Step::kDepth) * kLanes);
+      store(to.scales + (v * shape.groups + g) * kLanes, load(scales + v * kLanes));
+      group += steps * shape.step_bytes + shape.scale_bytes;
     }
-    return to;
   }
 
   // Number of steps that are unpacked without a test. Groups consist of tile products of at least 32 depths.
