@@ -272,7 +272,8 @@ struct GroupedTiles {
   using X = int8_t;
 
   static bool fits(const LinearJob& job) {
-    return job.args.rows >= kLeastGroupedRows && job.header.group > 0 && tile_depth(job) > 0;
+    const int64_t depth = job.header.group > 0 ? tile_depth(job) : 0;
+    return depth > 0 && job.args.rows >= (depth == kShortTile ? kLeastShortRows : kLeastRows);
   }
 
   static auto choose_task(const LinearJob&) { return &task; }
@@ -302,16 +303,17 @@ struct GroupedTiles {
   }
 
  private:
-  static constexpr int64_t kLeastGroupedRows = 3;  // for fewer rows, vector registers are faster
-  static constexpr int64_t kChunkDepth = 2048;     // number of depths of 16 rows that stay in the L1 cache
+  static constexpr int64_t kWholeTile = 4 * kAmxSteps, kShortTile = kWholeTile / 2;  // depths of a tile product
+  // Minimum number of rows, with tile products of kWholeTile and of kShortTile depths. For fewer rows, vector registers
+  // are faster and give the same results.
+  static constexpr int64_t kLeastRows = 8, kLeastShortRows = 16;
+  static constexpr int64_t kChunkDepth = 1024;     // number of depths of 16 rows that stay in the L1 cache
 
   // Returns the number of depths that a tile product covers, or 0 if the groups do not consist of whole tiles.
   static int64_t tile_depth(const LinearJob& job) {
     const int64_t group = job.header.group, depth = job.header.depth;
-    for (int64_t tile = 4 * kAmxSteps; tile >= 2 * kAmxSteps; tile /= 2) {
-      if (group % tile == 0 && depth % tile == 0) return tile;
-    }
-    return 0;
+    if (group % kWholeTile == 0 && depth % kWholeTile == 0) return kWholeTile;
+    return group % kShortTile == 0 && depth % kShortTile == 0 ? kShortTile : 0;
   }
 
   // A panel as signed bytes and scales.
@@ -341,7 +343,7 @@ struct GroupedTiles {
   }
 
   // Number of steps that are unpacked without a test. Groups consist of tile products of at least 32 depths.
-  static constexpr int kStepsTogether = 2 * kAmxSteps / Step::kDepth;
+  static constexpr int kStepsTogether = kShortTile / Step::kDepth;
 
   // Unpacks one vector of a group of `steps` steps.
   static void unpack_vector(const LinearJob& job, const uint8_t* group, int64_t steps, int v, uint8_t* to) {
