@@ -37,7 +37,9 @@ blob = packed("int8", w)
 for rows in (1, 5, 16, 17, 32, 45, 70):
     x = store(rng.standard_normal((rows, 1024)).astype(np.float32), "bfloat16")
     print(rows, hashlib.sha256(linear(x, blob, "bfloat16", epilogue="store_float").tobytes()).hexdigest())
-    for fmt, group, asymmetric in (("int4", 64, True), ("int4", 128, False), ("int8", 64, False)):
+    for fmt, group, asymmetric in (
+        ("int4", 64, True), ("int4", 128, False), ("int4", 32, True), ("int8", 64, False), ("int8", 32, False)
+    ):
         grouped = packed(fmt, w, group=group, asymmetric=asymmetric)
         print(rows, fmt, hashlib.sha256(linear(x, grouped, "bfloat16", epilogue="store_float").tobytes()).hexdigest())
 """
@@ -62,7 +64,7 @@ def test_integer_formats_give_the_same_bits_on_every_instruction_set(isa: str) -
     process, portable = run_under(isa, DIGEST), run_under("portable", DIGEST)
     assert process.returncode == 0, process.stderr
     assert process.stdout.splitlines() == portable.stdout.splitlines()
-    assert len(process.stdout.splitlines()) == 52
+    assert len(process.stdout.splitlines()) == 66
 
 
 def test_sizes_of_blobs() -> None:

@@ -265,15 +265,16 @@ struct TiledForm {
 // sums of a group for 16 rows by 16 columns. At the same time, vector registers scale and add the sums of earlier
 // groups.
 //
-// A tile product covers 64 depths. It covers 32 depths if the groups or the depth are not a multiple of 64. Such a
-// product takes the same time.
+// A tile product covers 64 depths. It covers 32 depths if a group is not a multiple of 64. Such a product takes nearly
+// the same time.
 template <class Step>
 struct GroupedTiles {
   using X = int8_t;
 
   static bool fits(const LinearJob& job) {
-    const int64_t depth = job.header.group > 0 ? tile_depth(job) : 0;
-    return depth > 0 && job.args.rows >= (depth == kShortTile ? kLeastShortRows : kLeastRows);
+    const int64_t group = job.header.group;
+    if (group == 0 || group % kShortTile != 0 || job.header.depth % group != 0) return false;
+    return job.args.rows >= (tile_depth(job) == kShortTile ? kLeastShortRows : kLeastRows);
   }
 
   static auto choose_task(const LinearJob&) { return &task; }
@@ -282,7 +283,7 @@ struct GroupedTiles {
     const int64_t rows = row_end - row, blocks = ceil_div(rows, kAmxRows), groups = job.shape.groups;
     const uint8_t* weights = job.panels + panel * job.shape.panel_bytes;
     Fetch fetch(weights + job.shape.panel_bytes, job.shape.panel_bytes);
-    const Unpacked unpacked = memory_of_panel(job);
+    uint8_t* bytes = static_cast<uint8_t*>(thread_scratch(kScratchTile, job.header.depth * kPanelColumns));
     const int64_t chunks = ceil_div(job.header.depth, kChunkDepth);
     alignas(64) float sums[kAmxRows * kPanelColumns];
     int64_t configured = -1;
@@ -293,8 +294,9 @@ struct GroupedTiles {
       for (int64_t c = 0; c < chunks; ++c) {
         const int64_t first = groups * c / chunks, last = groups * (c + 1) / chunks;
         for (int v = 0; v < 4; ++v) {
-          if (b == 0) unpack(job, weights, v, first, last, unpacked);
-          add_groups(job, unpacked, row + begin, v, first, last, &fetch, sums + v * kLanes);
+          const Vector vector{weights, bytes + v * job.header.depth * kLanes, v, first, last};
+          if (b == 0) unpack(job, vector);
+          add_groups(job, vector, row + begin, &fetch, sums + v * kLanes);
         }
       }
       finish_tile(job, panel, row + begin, count, sums);
@@ -303,62 +305,57 @@ struct GroupedTiles {
   }
 
  private:
-  static constexpr int64_t kWholeTile = 4 * kAmxSteps, kShortTile = kWholeTile / 2;  // depths of a tile product
-  // Minimum number of rows, with tile products of kWholeTile and of kShortTile depths. For fewer rows, vector registers
-  // are faster and give the same results.
+  // Numbers of depths that a tile product covers.
+  static constexpr int64_t kWholeTile = 4 * kAmxSteps, kShortTile = kWholeTile / 2;
+  // Minimum number of rows, with products of kWholeTile and of kShortTile depths. For fewer rows, vector registers are
+  // faster and give the same results.
   static constexpr int64_t kLeastRows = 8, kLeastShortRows = 16;
-  static constexpr int64_t kChunkDepth = 1024;     // number of depths of 16 rows that stay in the L1 cache
+  // Number of depths whose unpacked weights for 16 columns, and whose 16 rows, stay in the L1 cache.
+  static constexpr int64_t kChunkDepth = 1024;
 
-  // Returns the number of depths that a tile product covers, or 0 if the groups do not consist of whole tiles.
   static int64_t tile_depth(const LinearJob& job) {
-    const int64_t group = job.header.group, depth = job.header.depth;
-    if (group % kWholeTile == 0 && depth % kWholeTile == 0) return kWholeTile;
-    return group % kShortTile == 0 && depth % kShortTile == 0 ? kShortTile : 0;
+    return job.header.group % kWholeTile == 0 ? kWholeTile : kShortTile;
   }
 
-  // A panel as signed bytes and scales.
-  struct Unpacked {
-    uint8_t* bytes;  // [4 vectors][depth / 4][16 columns][4 depths]
-    float* scales;   // [4 vectors][groups][16 columns]
+  // The groups from `first` to `last` - 1 of one vector of columns of a panel.
+  struct Vector {
+    const uint8_t* panel;
+    uint8_t* bytes;  // the unpacked vector: [depth / 4][16 columns][4 depths]
+    int v;
+    int64_t first, last;
   };
 
-  static Unpacked memory_of_panel(const LinearJob& job) {
-    const int64_t bytes = job.header.depth * kPanelColumns, scale_bytes = job.shape.groups * kPanelColumns * 4;
-    uint8_t* memory = static_cast<uint8_t*>(thread_scratch(kScratchTile, bytes + scale_bytes));
-    return {memory, reinterpret_cast<float*>(memory + bytes)};
+  static int64_t group_bytes(const LinearJob& job) {
+    return job.shape.group_steps * job.shape.step_bytes + job.shape.scale_bytes;
+  }
+  // Returns the scales of the first group of a vector. Those of the next group are group_bytes() later.
+  static const uint8_t* scales_of(const LinearJob& job, const Vector& vector) {
+    return vector.panel + vector.first * group_bytes(job) + job.shape.group_steps * job.shape.step_bytes +
+           vector.v * kLanes * 4;
   }
 
-  // Unpacks vector `v` of the groups from `first` to `last` - 1 of a panel.
-  static void unpack(const LinearJob& job, const uint8_t* panel, int v, int64_t first, int64_t last,
-                     const Unpacked& to) {
-    const WeightShape& shape = job.shape;
-    const uint8_t* group = panel + first * (shape.group_steps * shape.step_bytes + shape.scale_bytes);
-    for (int64_t g = first; g < last; ++g) {
-      const int64_t begin = g * shape.group_steps, steps = smaller(shape.group_steps, shape.steps - begin);
-      const float* scales = reinterpret_cast<const float*>(group + steps * shape.step_bytes);
-      unpack_vector(job, group, steps, v, to.bytes + (v * job.header.depth + begin * Step::kDepth) * kLanes);
-      store(to.scales + (v * shape.groups + g) * kLanes, load(scales + v * kLanes));
-      group += steps * shape.step_bytes + shape.scale_bytes;
-    }
-  }
-
-  // Number of steps that are unpacked without a test. Groups consist of tile products of at least 32 depths.
+  // Number of steps that are unpacked without a test.
   static constexpr int kStepsTogether = kShortTile / Step::kDepth;
 
-  // Unpacks one vector of a group of `steps` steps.
-  static void unpack_vector(const LinearJob& job, const uint8_t* group, int64_t steps, int v, uint8_t* to) {
-    const uint8_t* zeros = group + steps * job.shape.step_bytes + kPanelColumns * 4 + v * kLanes;
-    const Ints column_zeros =
-        job.header.asymmetric != 0 ? load_unsigned_bytes(zeros) : broadcast_int(Step::kZero);
-    const Ints zero_points = multiply(column_zeros, broadcast_int(0x01010101));
-    for (int64_t first = 0; first < steps; first += kTileSteps) {
-      const uint8_t* from = group + step_offset(kTileSteps, steps, first, v, 64);
-      const int64_t count = smaller(kTileSteps, steps - first);
-      for (int64_t s = 0; s < count; s += kStepsTogether) {
-        LLMK_UNROLL
-        for (int i = 0; i < kStepsTogether; ++i, from += 64, to += Step::kDepth * kLanes) {
-          __builtin_prefetch(from + kFetchAhead, 0, 3);
-          unpack_step(load_ints(from), zero_points, to);
+  // Unpacks groups of a vector into signed bytes.
+  static void unpack(const LinearJob& job, const Vector& vector) {
+    const int64_t steps = job.shape.group_steps, zeros_offset = steps * job.shape.step_bytes + kPanelColumns * 4;
+    const uint8_t* group = vector.panel + vector.first * group_bytes(job);
+    uint8_t* to = vector.bytes + vector.first * job.header.group * kLanes;
+    for (int64_t g = vector.first; g < vector.last; ++g, group += group_bytes(job)) {
+      const Ints column_zeros = job.header.asymmetric != 0
+                                    ? load_unsigned_bytes(group + zeros_offset + vector.v * kLanes)
+                                    : broadcast_int(Step::kZero);
+      const Ints zero_points = multiply(column_zeros, broadcast_int(0x01010101));
+      for (int64_t first = 0; first < steps; first += kTileSteps) {
+        const uint8_t* from = group + step_offset(kTileSteps, steps, first, vector.v, 64);
+        const int64_t count = smaller(kTileSteps, steps - first);
+        for (int64_t s = 0; s < count; s += kStepsTogether) {
+          LLMK_UNROLL
+          for (int i = 0; i < kStepsTogether; ++i, from += 64, to += Step::kDepth * kLanes) {
+            __builtin_prefetch(from + kFetchAhead, 0, 3);
+            unpack_step(load_ints(from), zero_points, to);
+          }
         }
       }
     }
@@ -378,37 +375,35 @@ struct GroupedTiles {
 
   static constexpr int kTogether = 4, kStoreLag = 2, kAddLag = 3;
 
-  // A range of groups of one vector of columns, and one block of rows. `x` and `w` point to the next tile product,
-  // `scales` to the scales of the next group whose sums are added.
+  // The groups of a vector for one block of rows. `x` and `w` point to the next tile product, `scales` to the scales of
+  // the next group whose sums are added.
   struct Groups {
     const int8_t* x;
-    const uint8_t* w;
-    const float* scales;
-    int64_t x_stride, tile_depth;
-    int64_t count, tiles, tiles_left;  // number of groups; tile products of a full group, and those that are left
+    const uint8_t *w, *scales;
+    int64_t x_stride, tile_depth, scales_stride;
+    int64_t count, tiles;  // number of groups, and tile products of a group
   };
 
-  // For one vector of columns, computes total = fma(float(sum of a group), scale, total) for the groups from `first` to
-  // `last` - 1, in this order. If `first` is not 0, `sums` has the totals of the groups before it.
+  // Computes total = fma(float(sum of a group), scale, total) in the order of the groups. If the first group is not
+  // that of the whole depth, `sums` has the totals of the groups before it.
   //
   // While tiles multiply one group, the sums of the group two places before it are stored, and those of the group three
   // places before it are added. A group therefore has its own tile and its own memory, out of four. A store that
   // followed its tile product at once would wait for it, and would block all later stores.
-  static void add_groups(const LinearJob& job, const Unpacked& panel, int64_t row, int v, int64_t first, int64_t last,
-                         Fetch* fetch, float* sums) {
-    const int64_t depth = tile_depth(job), tiles = job.header.group / depth, begin = first * job.header.group;
+  static void add_groups(const LinearJob& job, const Vector& vector, int64_t row, Fetch* fetch, float* sums) {
+    const int64_t begin = vector.first * job.header.group, depth = tile_depth(job);
     Groups groups{static_cast<const int8_t*>(job.x) + row * job.x_stride + begin,
-                  panel.bytes + (v * job.header.depth + begin) * kLanes,
-                  panel.scales + (v * job.shape.groups + first) * kLanes,
+                  vector.bytes + begin * kLanes,
+                  scales_of(job, vector),
                   job.x_stride,
                   depth,
-                  last - first,
-                  tiles,
-                  smaller(last * tiles, job.header.depth / depth) - first * tiles};
+                  group_bytes(job),
+                  vector.last - vector.first,
+                  job.header.group / depth};
     alignas(64) Products products[kTogether];
     Vec total[kAmxRows];
     LLMK_UNROLL
-    for (int r = 0; r < kAmxRows; ++r) total[r] = first == 0 ? zero() : load(sums + r * kPanelColumns);
+    for (int r = 0; r < kAmxRows; ++r) total[r] = vector.first == 0 ? zero() : load(sums + r * kPanelColumns);
     for (int64_t g = 0; g < groups.count + kAddLag; g += kTogether) {
       fetch->lines(2);
       advance<0>(g, &groups, products, total);
@@ -429,8 +424,8 @@ struct GroupedTiles {
       store_tile<kStored>(products[kStored], sizeof(products[kStored][0]));
     }
     if (g < kAddLag || g - kAddLag >= groups->count) return;
-    const Vec scale = load(groups->scales);
-    groups->scales += kLanes;
+    const Vec scale = load(reinterpret_cast<const float*>(groups->scales));
+    groups->scales += groups->scales_stride;
     LLMK_UNROLL
     for (int r = 0; r < kAmxRows; ++r) total[r] = fused(to_floats(load_ints(products[kAdded][r])), scale, total[r]);
   }
@@ -440,8 +435,7 @@ struct GroupedTiles {
   template <int S>
   LLMK_INLINE void multiply_group(Groups* groups) {
     clear_tile<S>();
-    const int64_t left = larger(groups->tiles_left - groups->tiles, 0);
-    for (; groups->tiles_left > left; --groups->tiles_left) {
+    for (int64_t i = 0; i < groups->tiles; ++i) {
       load_tile<4 + S % 2>(groups->x, groups->x_stride);
       load_tile_once<6 + S % 2>(groups->w, 64);
       multiply_signed_bytes<S, 4 + S % 2, 6 + S % 2>();
