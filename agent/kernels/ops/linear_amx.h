@@ -340,6 +340,9 @@ struct GroupedTiles {
   // Unpacks groups of a vector into signed bytes.
   static void unpack(const LinearJob& job, const Vector& vector) {
     const int64_t steps = job.shape.group_steps, zeros_offset = steps * job.shape.step_bytes + kPanelColumns * 4;
+    // Prefetches the same vector: its next tiles if half a group is longer than kFetchAhead, else a later group.
+    const bool in_group = steps * 2 * 64 > kFetchAhead;
+    const int64_t ahead = in_group ? kFetchAhead : ceil_div(kFetchAhead, group_bytes(job)) * group_bytes(job);
     const uint8_t* group = vector.panel + vector.first * group_bytes(job);
     uint8_t* to = vector.bytes + vector.first * job.header.group * kLanes;
     for (int64_t g = vector.first; g < vector.last; ++g, group += group_bytes(job)) {
@@ -353,7 +356,7 @@ struct GroupedTiles {
         for (int64_t s = 0; s < count; s += kStepsTogether) {
           LLMK_UNROLL
           for (int i = 0; i < kStepsTogether; ++i, from += 64, to += Step::kDepth * kLanes) {
-            __builtin_prefetch(from + kFetchAhead, 0, 3);
+            __builtin_prefetch(from + ahead, 0, 3);
             unpack_step(load_ints(from), zero_points, to);
           }
         }
