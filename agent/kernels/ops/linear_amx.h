@@ -337,10 +337,11 @@ struct GroupedTiles {
   // Number of steps that are unpacked without a test.
   static constexpr int kStepsTogether = kShortTile / Step::kDepth;
 
-  // Unpacks groups of a vector into signed bytes.
+  // Unpacks groups of a vector into signed bytes. Each vector prefetches its own weights into the L1 cache. The first
+  // vector also prefetches all vectors into the L2 cache, in the order of memory.
   static void unpack(const LinearJob& job, const Vector& vector) {
     const int64_t steps = job.shape.group_steps, zeros_offset = steps * job.shape.step_bytes + kPanelColumns * 4;
-    // Prefetches the same vector: its next tiles if half a group is longer than kFetchAhead, else a later group.
+    // Distance to later weights of the same vector. They are in the same half of a long group, or in a later group.
     const bool in_group = steps * 2 * 64 > kFetchAhead;
     const int64_t ahead = in_group ? kFetchAhead : ceil_div(kFetchAhead, group_bytes(job)) * group_bytes(job);
     const uint8_t* group = vector.panel + vector.first * group_bytes(job);
@@ -353,6 +354,10 @@ struct GroupedTiles {
       for (int64_t first = 0; first < steps; first += kTileSteps) {
         const uint8_t* from = group + step_offset(kTileSteps, steps, first, vector.v, 64);
         const int64_t count = smaller(kTileSteps, steps - first);
+        if (vector.v == 0) {
+          const uint8_t* whole = group + first * job.shape.step_bytes + kFetchAhead;
+          for (int64_t s = 0; s < count * 4; ++s) __builtin_prefetch(whole + s * 64, 0, 2);
+        }
         for (int64_t s = 0; s < count; s += kStepsTogether) {
           LLMK_UNROLL
           for (int i = 0; i < kStepsTogether; ++i, from += 64, to += Step::kDepth * kLanes) {
