@@ -283,6 +283,9 @@ struct GroupedTiles {
     const int64_t rows = row_end - row, blocks = ceil_div(rows, kAmxRows), groups = job.shape.groups;
     const uint8_t* weights = job.panels + panel * job.shape.panel_bytes;
     Fetch fetch(weights + job.shape.panel_bytes, job.shape.panel_bytes);
+    // The products of the task prefetch the whole next panel. add_groups() prefetches some lines for every kTogether
+    // groups.
+    const int64_t lines = ceil_div(job.shape.panel_bytes / 64, blocks * groups * 4 / kTogether * Fetch::kStreams);
     uint8_t* bytes = static_cast<uint8_t*>(thread_scratch(kScratchTile, job.header.depth * kPanelColumns));
     const int64_t chunks = ceil_div(job.header.depth, kChunkDepth);
     alignas(64) float sums[kAmxRows * kPanelColumns];
@@ -296,7 +299,7 @@ struct GroupedTiles {
         for (int v = 0; v < 4; ++v) {
           const Vector vector{weights, bytes + v * job.header.depth * kLanes, v, first, last};
           if (b == 0) unpack(job, vector);
-          add_groups(job, vector, row + begin, &fetch, sums + v * kLanes);
+          add_groups(job, vector, row + begin, &fetch, lines, sums + v * kLanes);
         }
       }
       finish_tile(job, panel, row + begin, count, sums);
@@ -337,8 +340,7 @@ struct GroupedTiles {
   // Number of steps that are unpacked without a test.
   static constexpr int kStepsTogether = kShortTile / Step::kDepth;
 
-  // Unpacks groups of a vector into signed bytes. Each vector prefetches its own weights into the L1 cache. The first
-  // vector also prefetches all vectors into the L2 cache, in the order of memory.
+  // Unpacks groups of a vector into signed bytes.
   static void unpack(const LinearJob& job, const Vector& vector) {
     const int64_t steps = job.shape.group_steps, zeros_offset = steps * job.shape.step_bytes + kPanelColumns * 4;
     // Distance to later weights of the same vector. They are in the same half of a long group, or in a later group.
@@ -354,10 +356,6 @@ struct GroupedTiles {
       for (int64_t first = 0; first < steps; first += kTileSteps) {
         const uint8_t* from = group + step_offset(kTileSteps, steps, first, vector.v, 64);
         const int64_t count = smaller(kTileSteps, steps - first);
-        if (vector.v == 0) {
-          const uint8_t* whole = group + first * job.shape.step_bytes + kFetchAhead;
-          for (int64_t s = 0; s < count * 4; ++s) __builtin_prefetch(whole + s * 64, 0, 2);
-        }
         for (int64_t s = 0; s < count; s += kStepsTogether) {
           LLMK_UNROLL
           for (int i = 0; i < kStepsTogether; ++i, from += 64, to += Step::kDepth * kLanes) {
@@ -398,7 +396,8 @@ struct GroupedTiles {
   // While tiles multiply one group, the sums of the group two places before it are stored, and those of the group three
   // places before it are added. A group therefore has its own tile and its own memory, out of four. A store that
   // followed its tile product at once would wait for it, and would block all later stores.
-  static void add_groups(const LinearJob& job, const Vector& vector, int64_t row, Fetch* fetch, float* sums) {
+  static void add_groups(const LinearJob& job, const Vector& vector, int64_t row, Fetch* fetch, int64_t lines,
+                         float* sums) {
     const int64_t begin = vector.first * job.header.group, depth = tile_depth(job);
     Groups groups{static_cast<const int8_t*>(job.x) + row * job.x_stride + begin,
                   vector.bytes + begin * kLanes,
@@ -413,7 +412,7 @@ struct GroupedTiles {
     LLMK_UNROLL
     for (int r = 0; r < kAmxRows; ++r) total[r] = vector.first == 0 ? zero() : load(sums + r * kPanelColumns);
     for (int64_t g = 0; g < groups.count + kAddLag; g += kTogether) {
-      fetch->lines(2);
+      fetch->lines(lines);
       advance<0>(g, &groups, products, total);
       advance<1>(g + 1, &groups, products, total);
       advance<2>(g + 2, &groups, products, total);
