@@ -302,6 +302,21 @@ def test_a_signal_ends_the_build_and_its_compilers(
     assert len(children) <= (os.cpu_count() or 1)
 
 
+def test_a_signal_waits_for_a_safe_place() -> None:
+    """The build is in the middle of starting threads when the signal arrives."""
+    program = (
+        "import os, signal, time\n"
+        "from tools.kernel_build import _late_signals\n"
+        "with _late_signals() as raise_if_signalled:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(0.1)\n"
+        "    print('no exception yet')\n"
+        "    raise_if_signalled()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr.splitlines()[-1]) == ("no exception yet\n", "KeyboardInterrupt")
+
+
 @pytest.mark.parametrize("command", [(BUILD,), IN_PLACE], ids=["early", "setup"])
 def test_two_builds_of_a_tree_run_one_after_the_other(tmp_path: Path, command: tuple[str, ...]) -> None:
     tree = Tree(tmp_path)

@@ -34,8 +34,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -53,6 +53,8 @@ DISPATCH = SOURCES / "arch/dispatch.cc"
 PROBE = SOURCES / "arch/processor_probe.cc"
 BUILD_VARIABLE = "LLM_KERNELS_BUILD"
 BUILDS = ("best", "native", "all", "none")
+SIGNAL_S = 0.1
+"""Seconds after which a build responds to a signal."""
 
 COMPILE_FLAGS = [
     *("-std=c++17", "-O3", "-g1", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden"),
@@ -364,17 +366,48 @@ def _compile_all(compiler: Compiler, units: list[Unit], quiet: bool) -> None:
     """
     ranks = {name: rank for rank, name in enumerate(SLOW_FILES)}
     ordered = sorted(units, key=lambda unit: ranks.get(unit.source.stem, len(ranks)))
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with _late_signals() as raise_if_signalled, ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
-            pending = {pool.submit(compiler.compile, *unit): unit for unit in ordered}
-            for number, done in enumerate(as_completed(pending), 1):
-                done.result()
-                if quiet:
-                    print(f"compiled {number} of {len(units)}: {pending[done].output.name}", flush=True)
+            names = {pool.submit(compiler.compile, *unit): unit.output.name for unit in ordered}
+            waiting, num_compiled = set(names), 0
+            while waiting:
+                ended, waiting = wait(waiting, timeout=SIGNAL_S, return_when=FIRST_COMPLETED)
+                raise_if_signalled()
+                for done in ended:
+                    done.result()
+                    num_compiled += 1
+                    if quiet:
+                        print(f"compiled {num_compiled} of {len(units)}: {names[done]}", flush=True)
         except BaseException:  # a failed compilation, or a signal
             pool.shutdown(wait=False, cancel_futures=True)
             compiler.end()
             raise
+
+
+@contextmanager
+def _late_signals() -> Iterator[Callable[[], None]]:
+    """Yields a function that raises the exception of a signal which was received since the last call.
+
+    Handlers usually raise it between any two instructions of the main thread. In ThreadPoolExecutor, this may leave a
+    lock locked. Then a thread of the pool, and so the build, would wait for the lock forever.
+    """
+    received: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+
+    def raise_if_signalled() -> None:
+        if received:
+            number = signal.Signals(received.pop())
+            handlers[number](number, None)
+
+    for number in handlers:
+        signal.signal(number, lambda number, _: received.append(number))
+    try:
+        yield raise_if_signalled
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    raise_if_signalled()
 
 
 def _list_of_sets(names: Sequence[str]) -> str:
