@@ -10,7 +10,7 @@ OWNERS = ("Anna", "Tom", "Lily", "Max", "Sara", "Ben", "Mia", "Leo")
 
 
 def ask_sum(rng: random.Random, x: int, sign: str, y: int, operation: str, answer: int) -> Fact:
-    """Returns a question and its answer. The question is, for example, "What is 7 + 5?" or "How much is 7 plus 5?".
+    """Returns a question and its answer. Two examples of questions: What is 7 + 5? How much is 7 plus 5?
 
     ``sign`` is ``+``, and ``operation`` is the word for it, ``plus``.
     """

@@ -393,9 +393,9 @@ struct GroupedTiles {
   // Computes total = fma(float(sum of a group), scale, total) in the order of the groups. If the first group is not
   // that of the whole depth, `sums` has the totals of the groups before it.
   //
-  // While tiles multiply one group, the sums of the group two places before it are stored, and those of the group three
-  // places before it are added. A group therefore has its own tile and its own memory, out of four. A store that
-  // followed its tile product at once would wait for it, and would block all later stores.
+  // The loop is a pipeline. While the tiles multiply group n, it stores the sums of group n - 2, and adds the sums of
+  // group n - 3. So four groups are in work, and each has its own tile and its own memory. A store right after its tile
+  // product would wait for the product, and would block all later stores.
   static void add_groups(const LinearJob& job, const Vector& vector, int64_t row, Fetch* fetch, int64_t lines,
                          float* sums) {
     const int64_t begin = vector.first * job.header.group, depth = tile_depth(job);
