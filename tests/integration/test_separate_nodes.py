@@ -70,6 +70,9 @@ class Split:
         assert figures["pool_free_blocks"] == figures["pool_blocks"]
         return figures
 
+    def free_pool_blocks(self) -> int:
+        return int(self.engine()["hand_overs"]["pool_free_blocks"])
+
     def is_ready(self) -> bool:
         return [each["state"] for each in self.server.get("/v1/cluster")["replicas"]] == ["ready", "ready"]
 
@@ -227,15 +230,17 @@ def test_either_node_may_die_while_blocks_travel(
         proxy.hold(held=True)
         try:
             answer = pool.submit(answer_of, split.server, prompt)
+            # A request in the router's queue counts as waiting, too. With blocks of the pool, it has left the queue.
+            wait_for(lambda: split.free_pool_blocks() < before["pool_blocks"])
             wait_for(lambda: split.engine()["waiting"])
             nodes[victim].send_signal(signal.SIGKILL)
         finally:
             proxy.hold(held=False)
         assert answer.result() == answer_of(shallow_server, prompt)
     after = split.hand_overs()
+    split.restart(nodes[victim])
     num_ends = [each["failed_transfers"] + each["reloads"] for each in (before, after)]
     assert num_ends[1] == num_ends[0] + 1, "the transfer has ended before the node was dead"
-    split.restart(nodes[victim])
 
 
 def test_after_all_losses_prompts_are_handed_over_again(split: Split, shallow_server: ServerProcess) -> None:
