@@ -35,6 +35,7 @@ from support.chaos_faults import KINDS, FaultRig, Injection, Outcome, schedule  
 from support.chaos_ledger import HEADINGS, Holdings, Ledger, MemoryWatch  # noqa: E402
 from support.chaos_load import ChaosLoad  # noqa: E402
 from support.fault_environment import fault_environment  # noqa: E402
+from support.long_program import run_program  # noqa: E402
 from support.server_process import ServerProcess, running_server  # noqa: E402
 
 OVERRIDES = (
@@ -153,4 +154,4 @@ def watching(watch: MemoryWatch, server: ServerProcess) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

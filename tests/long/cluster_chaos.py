@@ -36,6 +36,7 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
 from support.chaos_load import COMPLETIONS, ChaosLoad  # noqa: E402
 from support.cluster_rigs import OwnNodes, RayRig  # noqa: E402
+from support.long_program import run_program  # noqa: E402
 from support.server_process import ServerProcess, running_server, shm_entries  # noqa: E402
 
 DETECTION_S = 3.0
@@ -245,4 +246,4 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -19,9 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path[:0] = [str(REPOSITORY / "tests" / "long"), str(REPOSITORY), str(REPOSITORY / "tests")]
 
 from planted_bugs import BUGS, PlantedBug  # noqa: E402
+
+from support.long_program import run_program  # noqa: E402
 
 NUM_SCRIPTS = 500
 TIMEOUT_S = 900
@@ -112,4 +114,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -17,6 +17,7 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
 from support.frame_fuzz import fuzz_frames  # noqa: E402
+from support.long_program import run_program  # noqa: E402
 
 
 def main() -> int:
@@ -31,4 +32,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

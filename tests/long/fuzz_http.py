@@ -24,6 +24,7 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
 from support.http_fuzz import RequestDrawing  # noqa: E402
 from support.http_fuzz_run import fuzz_http  # noqa: E402
+from support.long_program import run_program  # noqa: E402
 from support.server_process import running_server  # noqa: E402
 
 
@@ -51,4 +52,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -23,6 +23,7 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
 from support.fuzzing import Findings  # noqa: E402
 from support.loader_fuzz import FORMATS, LoaderFuzz  # noqa: E402
+from support.long_program import run_program  # noqa: E402
 
 MAX_MEMORY_BYTES = 2 * 1024**3
 """Maximum address space of a child. A reader that tries to allocate a huge size that a damaged file states gets a
@@ -74,4 +75,4 @@ def run_child(name: str, seeds: range) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -26,6 +26,7 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
 from support.agent_kills import Kill, Load, engine_of, kill_agent  # noqa: E402
+from support.long_program import run_program  # noqa: E402
 from support.server_process import ServerProcess, running_server  # noqa: E402
 
 START_FACTOR = 3.0
@@ -90,4 +91,4 @@ def is_open(address: str) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -23,6 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from support.handover_simulation import ROLES, play_hand_overs
+from support.long_program import run_program
 from support.script_drawing import draw_script
 
 _SHOWN = ("completed", "misses", "reloads", "refused", "agents lost", "bad blocks", "requests", "preemptions", "swaps",
@@ -73,4 +74,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

@@ -20,6 +20,7 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
 from support.large_inputs import figures, large_requests, send_large  # noqa: E402
+from support.long_program import run_program  # noqa: E402
 from support.server_process import running_server  # noqa: E402
 
 
@@ -41,4 +42,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

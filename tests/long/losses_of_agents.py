@@ -21,6 +21,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
 
+from support.long_program import run_program  # noqa: E402
 from support.server_process import ServerProcess, running_server  # noqa: E402
 
 NUM_STREAMS = 16
@@ -88,4 +89,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -27,6 +27,7 @@ from llm_serving.errors import QueueFullError  # noqa: E402
 from support.access_keys import access_for, secret_of  # noqa: E402
 from support.fake_engine import FakeEngine  # noqa: E402
 from support.http_server import HttpServer, http_request, running  # noqa: E402
+from support.long_program import run_program  # noqa: E402
 from support.small_tokenizers import open_tokenizer, write_llama2_folder  # noqa: E402
 
 PATH = "/v1/completions"
@@ -114,4 +115,4 @@ def send(selector: selectors.BaseSelector, request: bytes, number: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

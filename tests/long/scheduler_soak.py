@@ -24,6 +24,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
+from support.long_program import run_program  # noqa: E402
 from support.scheduler_scripts import Script, minimise, play  # noqa: E402
 from support.script_drawing import draw_script  # noqa: E402
 
@@ -152,4 +153,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

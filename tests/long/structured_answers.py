@@ -22,6 +22,7 @@ from typing import Any
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
+from support.long_program import run_program  # noqa: E402
 from support.schema_values import LEVELS, Schema, problem, schema_of_level  # noqa: E402
 from support.server_process import ServerProcess, running_server  # noqa: E402
 
@@ -81,4 +82,4 @@ def verdict(server: ServerProcess, number: int, schema: Schema, seed: int, max_t
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

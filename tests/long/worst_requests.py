@@ -20,6 +20,7 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
 from performance.models.vision import write_vision_model  # noqa: E402
+from support.long_program import run_program  # noqa: E402
 from support.server_process import running_server  # noqa: E402
 from support.stall_watch import Stall, StallWatch  # noqa: E402
 from support.worst_requests import (  # noqa: E402
@@ -91,4 +92,4 @@ def _own(stall: Stall) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -133,10 +133,11 @@ class ChaosLoad:
             thread.start()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
+        """Ends the load. Waits for the requests that still run, unless the ``with`` block has failed."""
         self._ended.set()
         self._running.set()
-        for thread in self._threads:
+        for thread in self._threads if kind is None else ():
             thread.join(REQUEST_TIMEOUT_S)
 
     @property
