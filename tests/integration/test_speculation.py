@@ -15,7 +15,7 @@ import pytest
 
 from support.agent_kills import kill_agent
 from support.completions_client import assert_same, run_alone, run_together
-from support.draft_models import write_shorter_model
+from support.draft_models import ALL_LAYERS, draft_settings, method_settings
 from support.head_models import STEP, tiny_llama_embedding, write_copying_head, write_heads
 from support.request_mixes import mixed_body
 from support.server_process import ServerProcess, running_server
@@ -32,8 +32,6 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-ALL_LAYERS = 5
-"""Number of layers of the tiny model."""
 PRESSED = ["model_config.max_generate_length=256", "pa_config.num_blocks=18", "model_config.decode_batch_size=[24]"]
 
 
@@ -190,17 +188,6 @@ async def run_with_kill(
     return await answers
 
 
-def draft_settings(folder: Any, num_layers: int) -> list[str]:
-    """Returns the settings for a draft model with the first layers of the tiny model, which always makes drafts."""
-    model = TINY_LLAMA if num_layers == ALL_LAYERS else write_shorter_model(folder / "draft", num_layers)
-    return [
-        "speculative_config.method=draft",
-        f"speculative_config.model={model}",
-        "speculative_config.always=true",
-        "speculative_config.max_draft_tokens=4",
-    ]
-
-
 @pytest.mark.parametrize(
     ("num_layers", "policy", "overrides"),
     with_sweeps(
@@ -347,11 +334,6 @@ def test_a_draft_model_equal_to_the_model_is_always_right_for_greedy_requests(
     print(f"{accepted} of {drafted} drafts accepted")
     assert accepted >= (0.98 if group else 1.0) * drafted
     assert accepted > 0.6 * len(bodies) * 90
-
-
-def method_settings(folder: Any, method: str) -> list[str]:
-    """Returns the settings for drafts that are made in every step, or for none (``off``)."""
-    return draft_settings(folder, 2) if method == "draft" else [f"speculative_config.method={method}"]
 
 
 @pytest.mark.parametrize("method", with_sweeps([("draft",), ("suffix",)], lambda method: method == "draft"))

@@ -1,6 +1,6 @@
 """Injects faults into a real server under a mixed load and compares every answer with the undisturbed text.
 
-    python tests/long/chaos.py --minutes 30 --seed 1 [--plant leak|corruption] [--set KEY=VALUE]
+    python tests/long/chaos.py --minutes 30 --seed 1 [--plant leak|corruption] [--drafts suffix|draft] [--set KEY=VALUE]
 
 By default two replicas serve the tiny model, each with a group of two agents. The faults are:
 
@@ -13,7 +13,8 @@ By default two replicas serve the tiny model, each with a group of two agents. T
 Prints one JSON line and the ledger. For each kind of fault, the ledger has the longest detection, the longest recovery,
 and the numbers of failed requests and of equal texts. Exits with 1 after a loss that no fault explains, a wrong text,
 or a leak of processes, descriptors, threads, shared memory or memory. ``--plant`` plants a bug, which the run must
-find. The same seed repeats the schedule.
+find. The same seed repeats the schedule. With ``--drafts``, steps verify drafts, and the texts must also be those of a
+server without drafts.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
+from support.chaos_drafts import add_drafts_option, draft_figures, texts_without_drafts  # noqa: E402
 from support.chaos_faults import KINDS, FaultRig, Injection, Outcome, schedule  # noqa: E402
 from support.chaos_ledger import HEADINGS, Holdings, Ledger, MemoryWatch  # noqa: E402
-from support.chaos_load import ChaosLoad  # noqa: E402
+from support.chaos_load import ChaosLoad, Texts  # noqa: E402
+from support.draft_models import method_settings  # noqa: E402
 from support.fault_environment import fault_environment  # noqa: E402
 from support.long_program import run_program  # noqa: E402
 from support.server_process import ServerProcess, running_server  # noqa: E402
@@ -57,6 +60,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plant", choices=("leak", "corruption"), help="plant a bug that the run must find")
+    add_drafts_option(parser)
     parser.add_argument("--only", default=",".join(KINDS), help="kinds of faults, separated by commas")
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
     arguments = parser.parse_args()
@@ -67,14 +71,29 @@ def main() -> int:
         folder = Path(name)
         (folder / "orders").mkdir()
         orders = folder / "orders"
+        settings, drafts = [*OVERRIDES, *arguments.overrides], []
+        reference = None
+        if arguments.drafts is not None:
+            drafts = method_settings(folder, arguments.drafts)
+            reference = texts_without_drafts(folder / "reference", settings)
         faults = fault_environment(CHAOS_FOLDER=str(orders), CHAOS_PLANT=arguments.plant or "")
-        with faults, running_server(folder / "server", (*OVERRIDES, *arguments.overrides), forks=False) as server:
-            return run(server, orders, arguments.minutes, arguments.seed, kinds)
+        with faults, running_server(folder / "server", [*settings, *drafts], forks=False) as server:
+            return run(server, orders, arguments, kinds, reference)
 
 
-def run(server: ServerProcess, orders: Path, minutes: float, seed: int, kinds: tuple[str, ...]) -> int:
-    """Runs the faults of a seed for ``minutes`` and prints the ledger. Returns the exit code."""
-    load, watch = ChaosLoad(server.url, seed), MemoryWatch()
+def run(
+    server: ServerProcess,
+    orders: Path,
+    arguments: argparse.Namespace,
+    kinds: tuple[str, ...],
+    reference: list[Texts] | None,
+) -> int:
+    """Runs the faults of a seed for some minutes and prints the ledger. Returns the exit code.
+
+    ``reference`` are the texts without drafts, or None if they need not be compared.
+    """
+    minutes, seed = arguments.minutes, arguments.seed
+    load, watch = ChaosLoad(server.url, seed, reference=reference), MemoryWatch()
     with load:
         rig = FaultRig(server, orders, load)
         rig.send_large_bodies()
@@ -84,6 +103,7 @@ def run(server: ServerProcess, orders: Path, minutes: float, seed: int, kinds: t
         with watching(watch, server):
             outcomes = inject_faults(rig, load, minutes, schedule(seed, 4, kinds))
         after = holdings(server, load)
+        drafts = draft_figures(server) if arguments.drafts is not None else {}
     if len(outcomes) >= len(kinds):
         watch.first_round_end = outcomes[len(kinds) - 1].ended
     watch.reloads = [(each.began, each.ended + AFTER_RELOAD_S) for each in outcomes if each.injection.kind == "reload"]
@@ -94,9 +114,9 @@ def run(server: ServerProcess, orders: Path, minutes: float, seed: int, kinds: t
         print(row.text(kind))
     for line in (*ledger.losses[:40], *leaks):
         print(f"  {line}")
-    is_good = not ledger.losses and not leaks
+    is_good = not ledger.losses and not leaks and (not drafts or drafts["accepted_drafts"] > 0)
     slopes = {"slope_mib_10min": watch.slope_mib(), "agents_slope_mib_10min": watch.agents_slope_mib()}
-    figures = {"minutes": minutes, "seed": seed, **ledger.figures(), "leaks": len(leaks)}
+    figures = {"minutes": minutes, "seed": seed, **ledger.figures(), "leaks": len(leaks), **drafts}
     figures |= {name: round(slope, 2) for name, slope in slopes.items()}
     print(json.dumps({**figures, "pass": is_good}), flush=True)
     return 0 if is_good else 1

@@ -1,7 +1,8 @@
 """Loses nodes, agents and links under load, and compares every answer with the undisturbed text.
 
     python tests/long/cluster_chaos.py --nodes 3 [--faults 16] [--seed 1] [--ray] [--roles [--mooncake]] [--tiers]
-    python tests/long/cluster_chaos.py --nodes 4 --nodes-per-replica 2 [--tiers]
+        [--drafts suffix|draft]
+    python tests/long/cluster_chaos.py --nodes 4 --nodes-per-replica 2 [--tiers] [--drafts suffix|draft]
 
 A server has one replica of the tiny model on each node. All processes are on this machine and are connected by TLS. The
 faults: agents and nodes are killed and stopped, links are cut or carry nothing, nodes are drained, removed and added.
@@ -9,12 +10,13 @@ With ``--ray``, Ray places the nodes, and its raylets are killed and stopped, to
 has the role ``prefill`` and the others have ``decode``, so the blocks of most prompts travel between nodes. With
 ``--mooncake``, Mooncake moves their contents, and its process on a node is killed, too. With ``--tiers``, the replicas
 have KV tiers in host memory and in a folder. At the end, the agents of all replicas are killed, and the blocks of
-a prompt must come from the folder. With ``--nodes-per-replica``, each replica has agents on several nodes.
+a prompt must come from the folder. With ``--nodes-per-replica``, each replica has agents on several nodes. With
+``--drafts``, steps verify drafts, and the texts must also be those of a server without drafts and nodes.
 
 Prints a line for each fault with the seconds until the server noticed it, and until all replicas were ready again. The
 last line is JSON. Exits with 1 after an error in an answer, a wrong text, or a loss that was noticed after more than
-3 s. Also exits with 1 if no blocks have moved, or if a process or shared memory is left. The same seed repeats the
-order of the faults.
+3 s. Also exits with 1 if no blocks have moved, if no draft was right, or if a process or shared memory is left. The
+same seed repeats the order of the faults.
 """
 
 from __future__ import annotations
@@ -34,8 +36,10 @@ from typing import Any
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
-from support.chaos_load import COMPLETIONS, ChaosLoad  # noqa: E402
+from support.chaos_drafts import add_drafts_option, draft_figures, texts_without_drafts  # noqa: E402
+from support.chaos_load import COMPLETIONS, ChaosLoad, Texts  # noqa: E402
 from support.cluster_rigs import OwnNodes, RayRig  # noqa: E402
+from support.draft_models import method_settings  # noqa: E402
 from support.long_program import run_program  # noqa: E402
 from support.server_process import ServerProcess, running_server, shm_entries  # noqa: E402
 
@@ -62,6 +66,7 @@ def main() -> int:
     parser.add_argument("--roles", action="store_true", help="separate prefill and decode")
     parser.add_argument("--mooncake", action="store_true", help="with --roles: Mooncake moves the blocks")
     parser.add_argument("--tiers", action="store_true", help="KV tiers in host memory and in a folder")
+    add_drafts_option(parser)
     arguments = parser.parse_args()
     if arguments.mooncake and (arguments.ray or not arguments.roles):
         parser.error("--mooncake needs --roles, and nodes without --ray")
@@ -70,13 +75,15 @@ def main() -> int:
     if arguments.nodes % arguments.nodes_per_replica:
         parser.error(f"--nodes {arguments.nodes} is no multiple of --nodes-per-replica {arguments.nodes_per_replica}")
     with tempfile.TemporaryDirectory(prefix="cluster_chaos_") as name:
-        folder = Path(name)
+        folder, reference = Path(name), None
+        if arguments.drafts is not None:
+            reference = texts_without_drafts(folder / "reference", group_settings(arguments.nodes_per_replica))
         rig = (RayRig if arguments.ray else OwnNodes)(folder, arguments.nodes)
         try:
             settings = [*rig.settings, *settings_of(arguments, folder)]
             with running_server(folder / "server", settings, forks=False) as server:
                 rig.server = server
-                figures = run(server, rig, arguments)
+                figures = run(server, rig, arguments, reference)
         finally:
             rig.stop()
     figures["left"] = sorted(name for pid in figures.pop("pids") for name in shm_entries(pid))
@@ -89,11 +96,11 @@ def settings_of(arguments: argparse.Namespace, folder: Path) -> list[str]:
     """Returns the settings of the server. With roles, prompts of at least 4 tokens are handed over."""
     span, num_replicas = arguments.nodes_per_replica, arguments.nodes // arguments.nodes_per_replica
     settings = [
-        *(f"parallel_config.data_parallel={num_replicas}", "model_config.cpu_threads=1"),
-        "serving_config.agent_restart_limit=1000",
+        *(f"parallel_config.data_parallel={num_replicas}", *group_settings(span)),
+        *("serving_config.agent_restart_limit=1000", f"parallel_config.nodes_per_replica={span}"),
     ]
-    if span > 1:
-        settings += [f"parallel_config.nodes_per_replica={span}", f"parallel_config.tensor_parallel={span}"]
+    if arguments.drafts is not None:
+        settings += method_settings(folder, arguments.drafts)
     if arguments.roles:
         roles = ["prefill", *["decode"] * (num_replicas - 1)]
         settings += [f"parallel_config.roles=[{', '.join(roles)}]", "parallel_config.prefill_threshold=4"]
@@ -105,14 +112,25 @@ def settings_of(arguments: argparse.Namespace, folder: Path) -> list[str]:
     return settings
 
 
-def run(server: ServerProcess, rig: OwnNodes | RayRig, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Injects the faults under load. Returns the figures of the run."""
+def group_settings(num_agents: int) -> list[str]:
+    """Returns the settings of a replica that change its texts, or the speed of its agents."""
+    return [f"parallel_config.tensor_parallel={num_agents}", "model_config.cpu_threads=1"]
+
+
+def run(
+    server: ServerProcess, rig: OwnNodes | RayRig, arguments: argparse.Namespace, reference: list[Texts] | None
+) -> dict[str, Any]:
+    """Injects the faults under load. Returns the figures of the run.
+
+    ``reference`` are the texts without drafts, or None if they need not be compared.
+    """
     rng, late, pids = random.Random(arguments.seed), [], set()
     possible = [*rig.kinds, *(["mooncake killed"] if arguments.mooncake else [])]
     rounds = -(-arguments.faults // len(possible))
     kinds = [kind for _ in range(rounds) for kind in rng.sample(possible, len(possible))]
     wait_until(lambda: all_ready(server))
-    load = ChaosLoad(server.url, arguments.seed, num_clients=2 * arguments.nodes // arguments.nodes_per_replica)
+    num_clients = 2 * arguments.nodes // arguments.nodes_per_replica
+    load = ChaosLoad(server.url, arguments.seed, num_clients, reference)
     with load:
         for kind in kinds[: arguments.faults]:
             time.sleep(WARM_UP_S)
@@ -130,14 +148,16 @@ def run(server: ServerProcess, rig: OwnNodes | RayRig, arguments: argparse.Names
     for error in errors[:20]:
         print(f"  error: {error}")
     info = server.wait_until_idle()
+    drafts = draft_figures(server) if arguments.drafts is not None else {}
     hand_overs, hits = info.get("hand_overs", {}), tier_hits(info) if arguments.tiers else {}
     has_moved = (not arguments.roles or hand_overs["completed"] > 0) and (not arguments.tiers or num_read > 0)
     has_leaked = bool(hand_overs) and hand_overs["pool_free_blocks"] != hand_overs["pool_blocks"]
     is_good = not errors and not wrong and not late and load.num_hung == 0 and has_moved and not has_leaked
+    is_good = is_good and (not drafts or drafts["accepted_drafts"] > 0)
     return {
         "nodes": arguments.nodes, "seed": arguments.seed, "faults": arguments.faults, "ray": arguments.ray,
         "answers": len(load.answers), "errors": len(errors), "wrong": wrong, "late": late, "hung": load.num_hung,
-        "hand_overs": hand_overs, "tier_hits": hits, "pids": pids, "pass": is_good,
+        "hand_overs": hand_overs, "tier_hits": hits, **drafts, "pids": pids, "pass": is_good,
     }  # fmt: skip
 
 

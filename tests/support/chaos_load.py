@@ -17,6 +17,15 @@ from typing import Any
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 REQUEST_TIMEOUT_S = 240.0
 PAUSE_AFTER_ERROR_S = 0.25
+Texts = tuple[str, ...]
+"""The texts of all choices of an answer."""
+_PERSON = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ann", "Bob"]}, "age": {"enum": [1, 20, 300]}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+_JSON = {"type": "json_schema", "json_schema": {"name": "person", "schema": _PERSON}}
 
 
 def _completion(prompt: str, **fields: Any) -> tuple[str, dict[str, Any]]:
@@ -40,6 +49,8 @@ REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
     _chat("Tell me a story about a dog.", temperature=0, stream=True),
     _chat("What is a bird?", temperature=0.7, seed=14),
     _completion("Once", temperature=0, max_tokens=200, stream=True),
+    _completion("one two three, one two three, one two three, one two", temperature=0),
+    _completion("A person:", temperature=0, response_format=_JSON, ignore_eos=False),
 )
 
 
@@ -50,7 +61,7 @@ class Answer:
     number: int
     began: float
     ended: float
-    texts: tuple[str, ...] = ()
+    texts: Texts = ()
     error: str = ""
     status: int = 200
 
@@ -73,7 +84,7 @@ def ask(url: str, number: int, timeout_s: float = REQUEST_TIMEOUT_S) -> Answer:
         return Answer(number, began, time.monotonic(), (), f"broken response: {problem!r}", 0)
 
 
-def _texts_of(data: bytes, *, streamed: bool) -> tuple[tuple[str, ...], str]:
+def _texts_of(data: bytes, *, streamed: bool) -> tuple[Texts, str]:
     """Returns the text of each choice in a response, and the message of an error event if there is one."""
     parts = [line[6:] for line in data.splitlines() if line.startswith(b"data: ")] if streamed else [data]
     texts: dict[int, str] = {}
@@ -99,6 +110,13 @@ def _message(data: bytes) -> str:
         return f"no error body: {data[:80]!r}"
 
 
+def undisturbed(url: str) -> list[Answer]:
+    """Sends each request of ``REQUESTS`` alone. Returns the answers, which must have no errors."""
+    answers = [ask(url, number) for number in range(len(REQUESTS))]
+    assert all(not answer.error for answer in answers), answers
+    return answers
+
+
 @dataclass
 class ChaosLoad:
     """Clients that send one request after another until the end.
@@ -109,12 +127,14 @@ class ChaosLoad:
     url: str
     seed: int
     num_clients: int = 4
+    reference: list[Texts] | None = None
+    """The texts of another server. The texts of this server must be the same."""
     answers: list[Answer] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        first = [ask(self.url, number) for number in range(len(REQUESTS))]
-        assert all(not answer.error for answer in first), first
+        first = undisturbed(self.url)
         self.expected = [answer.texts for answer in first]
+        assert self.reference is None or self.expected == self.reference, "the servers differ without any fault"
         self.step_s = max(
             (answer.ended - answer.began) / body["max_tokens"]
             for answer, (_, body) in zip(first, REQUESTS, strict=True)

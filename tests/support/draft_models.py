@@ -16,6 +16,10 @@ from agent.weights.storage import STORAGE_DTYPES
 from performance.models.folders import write_safetensors
 from support.small_configs import TINY_LLAMA, write_json
 
+ALL_LAYERS = 5
+"""Number of layers of the tiny model."""
+DRAFT_METHODS = ("suffix", "draft")
+
 
 def write_shorter_model(folder: Path, num_layers: int) -> Path:
     """Writes a copy of the tiny model that has only its first layers. Returns the folder."""
@@ -31,3 +35,19 @@ def write_shorter_model(folder: Path, num_layers: int) -> Path:
             kept[name] = np.frombuffer(tensor["data"], STORAGE_DTYPES["bfloat16"]).reshape(tensor["shape"])
     write_safetensors(folder / "model.safetensors", kept)
     return folder
+
+
+def draft_settings(folder: Path, num_layers: int) -> list[str]:
+    """Returns the settings for a draft model with the first layers of the tiny model, which always makes drafts."""
+    model = TINY_LLAMA if num_layers == ALL_LAYERS else write_shorter_model(folder / "draft", num_layers)
+    return [
+        "speculative_config.method=draft",
+        f"speculative_config.model={model}",
+        "speculative_config.always=true",
+        "speculative_config.max_draft_tokens=4",
+    ]
+
+
+def method_settings(folder: Path, method: str) -> list[str]:
+    """Returns the settings for drafts that are made in every step, or for none (``off``)."""
+    return draft_settings(folder, 2) if method == "draft" else [f"speculative_config.method={method}"]
