@@ -13,7 +13,7 @@ import pytest
 
 from support.chaos_faults import KINDS, FaultRig, Injection, Outcome, schedule
 from support.chaos_ledger import POOL_THREADS, Holdings, Ledger, MemoryWatch
-from support.chaos_load import Answer, ChaosLoad
+from support.chaos_load import REQUESTS, Answer, ChaosLoad
 from support.fault_environment import fault_environment
 from support.fault_module.sitecustomize import damaged
 from support.server_process import running_server
@@ -109,6 +109,15 @@ def test_everything_else_is_a_loss(answer, phrase):
 def test_a_fault_without_recovery_and_a_client_without_response_are_losses():
     assert len(ledger_of(outcome=replace(FAULT, problem="the server did not recover")).losses) == 1
     assert ledger_of(hung=2).losses == ["2 clients never got a response"]
+
+
+def test_a_server_with_other_texts_than_its_reference_gets_no_load(monkeypatch):
+    answers = [Answer(number, 1.0, 2.0, (f"text {number}",)) for number in range(len(REQUESTS))]
+    monkeypatch.setattr("support.chaos_load.undisturbed", lambda url: answers)
+    texts = [answer.texts for answer in answers]
+    assert ChaosLoad("", 1, reference=texts).expected == texts
+    with pytest.raises(AssertionError, match="the servers differ"):
+        ChaosLoad("", 1, reference=[*texts[1:], texts[0]])
 
 
 def test_memory_that_grows_is_a_leak_and_noise_is_none():

@@ -71,13 +71,12 @@ def main() -> int:
         folder = Path(name)
         (folder / "orders").mkdir()
         orders = folder / "orders"
-        settings, drafts = [*OVERRIDES, *arguments.overrides], []
-        reference = None
+        settings, reference = [*OVERRIDES, *arguments.overrides], None
         if arguments.drafts is not None:
-            drafts = method_settings(folder, arguments.drafts)
             reference = texts_without_drafts(folder / "reference", settings)
+            settings = [*method_settings(folder, arguments.drafts), *settings]
         faults = fault_environment(CHAOS_FOLDER=str(orders), CHAOS_PLANT=arguments.plant or "")
-        with faults, running_server(folder / "server", [*settings, *drafts], forks=False) as server:
+        with faults, running_server(folder / "server", settings, forks=False) as server:
             return run(server, orders, arguments, kinds, reference)
 
 

@@ -17,8 +17,9 @@ def add_drafts_option(parser: ArgumentParser) -> None:
 
 
 def texts_without_drafts(folder: Path, settings: Sequence[str]) -> list[Texts]:
-    """Returns the texts of a server on this machine with ``settings``, with one replica and without drafts."""
-    settings = [*settings, "parallel_config.data_parallel=1", "speculative_config.method=off"]
+    """Returns the texts of a server on this machine with ``settings``, but with one replica and without drafts."""
+    settings = [each for each in settings if not each.startswith("speculative_config.")]
+    settings += ["parallel_config.data_parallel=1", "speculative_config.method=off"]
     with running_server(folder, settings, forks=False) as server:
         return [answer.texts for answer in undisturbed(server.url)]
 
