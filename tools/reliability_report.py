@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 from datetime import datetime, timezone
@@ -73,4 +74,5 @@ def select(only: str, *, quick: bool = False) -> list[Check]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends the program that runs, too
     sys.exit(main())

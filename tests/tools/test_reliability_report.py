@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import time
 from collections import Counter
 from dataclasses import replace
 
@@ -117,6 +118,31 @@ def test_a_check_with_tests_and_a_program_needs_both(tmp_path, figure, problem, 
     outcome = how.outcome({"tests/a.py": {"tests/a.py::test_it": problem}})
     assert (outcome.passed, outcome.figure) == (passed, figure)
     assert problem in outcome.reason
+
+
+def test_a_program_that_takes_too_long_may_end_its_processes(tmp_path, monkeypatch):
+    """The program gets SIGTERM, and only later SIGKILL. The time is over when the program has written a file."""
+    program, began, ended = (tmp_path / name for name in ("program.py", "began", "ended"))
+    program.write_text(f"""
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+pathlib.Path({str(began)!r}).touch()
+try:
+    time.sleep(600)
+finally:
+    pathlib.Path({str(ended)!r}).touch()
+""")
+    communicate = subprocess.Popen.communicate
+
+    def wait_for_the_start(process, input=None, timeout=None):
+        while not began.exists():
+            time.sleep(0.01)
+        return communicate(process, input, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", wait_for_the_start)
+    outcome = Program((str(program),), "x", 5.0, timeout_s=0.1).outcome()
+    assert outcome == Outcome(False, None, "did not end within 0.1 s")
+    assert ended.exists()
 
 
 def test_the_line_of_a_check_that_did_not_pass_has_the_reason():

@@ -7,6 +7,7 @@ one pytest process, so that they share their servers. Other checks run a program
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -18,6 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+END_S = 45.0
+"""Maximum seconds in which a program ends its own processes after SIGTERM. ``tests/support/long_program.py`` needs 30 s
+at most.
+"""
 
 
 @dataclass(frozen=True)
@@ -73,9 +78,7 @@ class Program:
             options = (self.file_option, str(file)) if self.file_option else ()
             command = [sys.executable, *self.arguments, *options]
             try:
-                done = subprocess.run(
-                    command, cwd=REPOSITORY, env=_environment(), capture_output=True, text=True, timeout=self.timeout_s
-                )
+                done = _run_program(command, self.timeout_s)
             except subprocess.TimeoutExpired:
                 return Outcome(False, None, f"did not end within {self.timeout_s:g} s")
             lines = [json.loads(file.read_text())] if file.exists() else list(_json_lines(done.stdout))
@@ -89,6 +92,23 @@ class Program:
         reason = "" if done.returncode == 0 else f"exit code {done.returncode}; {last}"
         is_kept = figure >= self.limit if self.is_minimum else figure <= self.limit
         return Outcome(not reason and is_kept, figure, reason)
+
+
+def _run_program(command: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Runs a program. Raises TimeoutExpired after ``timeout_s``. The program then gets SIGTERM, so that it ends its
+    servers.
+    """
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=REPOSITORY, env=_environment(), stdout=pipe, stderr=pipe, text=True) as program:
+        try:
+            output, errors = program.communicate(timeout=timeout_s)
+        except BaseException:
+            program.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                program.communicate(timeout=END_S)
+            program.kill()
+            raise
+    return subprocess.CompletedProcess(command, program.returncode, output, errors)
 
 
 @dataclass(frozen=True)
