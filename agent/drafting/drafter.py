@@ -66,7 +66,7 @@ class Drafter:
         self._network = network
         cache, num_rows = config.pa_config, config.max_num_seqs
         longest = config.max_model_len
-        self._rows = DraftRows(num_rows, longest, cache.block_size, cache.num_blocks, config.num_host_blocks)
+        self._rows = DraftRows(num_rows, longest, cache.block_size, cache.num_blocks, config.num_pool_blocks)
         scratch = config.scratch_blocks_per_seq
         self._scratch: Int32Array = np.arange(num_rows * scratch, dtype=np.int32).reshape(num_rows, scratch)
         self._scratch += cache.num_blocks

@@ -4,10 +4,17 @@ blocks.
 
 from __future__ import annotations
 
-import numpy as np
+from pathlib import Path
+from unittest.mock import Mock
 
+import numpy as np
+import pytest
+
+from agent.drafting.drafter import Drafter
 from agent.drafting.rows import DraftRows
-from llm_serving.ipc.shm import MoveKind
+from agent.warm_up import make_moves
+from llm_serving.ipc.shm import MOVE_WIDTH, MoveKind
+from support.small_configs import TINY_LLAMA, small_config
 
 SIZE = 4
 TABLE = np.array([3, 5, 7], np.int32)
@@ -111,3 +118,19 @@ def test_copied_and_swapped_blocks_are_as_computed_as_their_sources() -> None:
     rows.reset()
     rows.begin(1, 6, TABLE)
     assert rows.num_computed[1] < 0
+
+
+@pytest.mark.parametrize(("num_swapped", "num_of_tiers"), [(0, 6), (5, 0), (5, 6)])
+def test_the_draft_model_follows_copies_to_every_host_block(
+    num_swapped: int, num_of_tiers: int, tmp_path: Path
+) -> None:
+    """The first step of an agent copies blocks to all host blocks, those of swapped sequences and those of KV tiers."""
+    config = small_config(tmp_path, [
+        *("speculative_config.method=draft", f"speculative_config.model={TINY_LLAMA}"),
+        *(f"pa_config.num_host_blocks={num_swapped}", f"kv_tier_config.host_blocks={num_of_tiers}"),
+        "scheduler_config.preemption=swap",
+    ])  # fmt: skip
+    moves = make_moves(config).moves.reshape(-1, MOVE_WIDTH)
+    swapped = moves[moves[:, 0] == MoveKind.SWAP_OUT, 2]
+    assert set(swapped.tolist()) == set(range(config.num_host_blocks + num_of_tiers))
+    Drafter(config, Mock()).move_blocks(moves)

@@ -1,8 +1,11 @@
-"""Tests models with a draft model or a head that sleep, wake and reload: tokens, memory and drafts are as before."""
+"""Tests models with a draft model or a head that sleep, wake and reload, and whose blocks come from the SSD: tokens,
+memory and drafts are as before.
+"""
 
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from support.draft_models import draft_settings
 from support.head_models import STEP, write_heads
 from support.processes import has_ended
 from support.server_process import ServerProcess, running_server
+from support.time_limits import time_limit
 
 SIZES = ["pa_config.num_blocks=160", "model_config.decode_batch_size=[8]", "serving_config.canary_interval_s=0"]
 LENGTH = 35
@@ -105,3 +109,33 @@ def main_agent(server: ServerProcess) -> int:
     [agent] = server.get("/server_info")["engine"]["agents"]
     pid: int = agent["pid"]
     return pid
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("method", ["draft", "eagle", "mtp"])
+def test_blocks_from_the_ssd_change_no_token_with_drafts(method: str, tmp_path: Path) -> None:
+    """The draft model or head has not computed the keys of these blocks."""
+    prompts, settings = prompts_of(method), settings_of(method, tmp_path)
+    settings += ["kv_tier_config.host_blocks=64", f"kv_tier_config.ssd_folder={tmp_path / 'tier'}"]
+    settings += ["kv_tier_config.loads=always", f"model_config.model_name={MAIN}"]
+    found = []
+    for number in range(2):
+        with running_server(tmp_path / f"server{number}", settings) as server:
+            wait_for_blocks(server, number * len(prompts))
+            found.append([tokens(server, MAIN, prompt) for prompt in prompts])
+            tiers = wait_for_blocks(server, len(prompts))
+            assert tiers["hits"]["ssd"] == number * len(prompts)
+            assert server.counter("draft_model_seconds") > 0
+    assert found[0] == found[1]
+
+
+def wait_for_blocks(server: ServerProcess, number: int) -> dict[str, Any]:
+    """Waits until the folder has a number of blocks. Returns the state of the KV tiers."""
+    deadline = time.monotonic() + time_limit(30)
+    while True:
+        tiers: dict[str, Any] = server.get("/server_info")["engine"]["replicas"][0]["kv_tiers"]
+        if tiers["disk"]["blocks"] >= number:
+            return tiers
+        assert time.monotonic() < deadline, tiers
+        time.sleep(0.02)

@@ -38,6 +38,7 @@ from support.chaos_ledger import HEADINGS, Holdings, Ledger, MemoryWatch  # noqa
 from support.chaos_load import ChaosLoad, Texts  # noqa: E402
 from support.draft_models import method_settings  # noqa: E402
 from support.fault_environment import fault_environment  # noqa: E402
+from support.fault_module.sitecustomize import CORRUPTS  # noqa: E402
 from support.long_program import run_program  # noqa: E402
 from support.server_process import ServerProcess, running_server  # noqa: E402
 
@@ -93,6 +94,7 @@ def run(
     """
     minutes, seed = arguments.minutes, arguments.seed
     load, watch = ChaosLoad(server.url, seed, reference=reference), MemoryWatch()
+    (orders / CORRUPTS).touch()  # a planted corruption must not change the texts that answers are compared with
     with load:
         rig = FaultRig(server, orders, load)
         rig.send_large_bodies()

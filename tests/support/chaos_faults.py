@@ -315,7 +315,8 @@ class FaultRig:
 
     def _undo(self, injection: Injection) -> None:
         for order in self._folder.iterdir():
-            order.unlink(missing_ok=True)
+            if order.name.isdigit():  # an order for an agent
+                order.unlink(missing_ok=True)
 
 
 _INJECTORS: dict[str, Callable[[FaultRig, Injection], None]] = {

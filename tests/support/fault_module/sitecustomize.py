@@ -8,7 +8,7 @@ the other kills its agent.
 ``AUDIT_FILE`` is a file to which every process writes its connections, and the classes that it unpickles.
 
 ``CHAOS_PLANT`` plants a bug that a chaos run must find. With ``leak``, the server keeps 256 KiB of each request. With
-``corruption``, an agent sometimes writes another token.
+``corruption``, an agent sometimes writes another token while ``CHAOS_FOLDER`` has the file ``CORRUPTS``.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 LEAK_BYTES = 256 * 1024
 STEPS_BETWEEN_CORRUPTIONS = 40
 DEADLY = [3, 3, 3, 3, 3]
+CORRUPTS = "corrupts"
 _kept: list[bytes] = []
 
 
@@ -92,13 +93,14 @@ def _plant_leak(module: ModuleType) -> None:
 
 def _plant_corruption(module: ModuleType) -> None:
     original = module.AgentServer.send
+    order_file = os.path.join(os.environ["CHAOS_FOLDER"], CORRUPTS)
     steps = 0
 
     def send(server: Any, message: Any) -> None:
         nonlocal steps
         if type(message).__name__ == "StepDone" and not message.aborted:
             steps += 1
-            if steps % STEPS_BETWEEN_CORRUPTIONS == 0:
+            if steps % STEPS_BETWEEN_CORRUPTIONS == 0 and os.path.exists(order_file):
                 ids = server.memory.slots[message.slot].sampled_ids
                 ids[0] = ids[0] + 1 if ids[0] >= 0 else ids[0]
         original(server, message)
