@@ -1,5 +1,5 @@
-// Implements the type Ints of vec.h for AVX2: 16 int32 numbers in two registers. Its dot products of bytes are exact.
-// They use VPDPBUSD if the processor has AVX-VNNI.
+// Implements the type Ints of vec.h for AVX2: 16 int32 numbers in two registers. With AVX-VNNI, dot products of bytes
+// use VPDPBUSD. Without it, pairs of 16-bit numbers are multiplied. Both are exact.
 #pragma once
 
 namespace llmk::LLMK_ARCH {
@@ -64,6 +64,12 @@ LLMK_INLINE Vec high_bfloats(Ints a) {
   return {_mm256_castsi256_ps(_mm256_and_si256(a.low, mask)), _mm256_castsi256_ps(_mm256_and_si256(a.high, mask))};
 }
 
+LLMK_INLINE Ints low_nibbles(Ints a) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(a.low, mask), _mm256_and_si256(a.high, mask)};
+}
+LLMK_INLINE Ints high_nibbles(Ints a) { return low_nibbles(shift_right<4>(a)); }
+
 #ifdef LLMK_VNNI
 using Quads = Ints;             // 4 uint8 weights in each lane
 using BroadcastQuad = __m256i;  // 4 int8 activations, the same in every lane
@@ -87,40 +93,40 @@ LLMK_INLINE Ints dot_quads(Ints total, Quads w, BroadcastQuad x) {
   return total;
 }
 #else
-// The four uint8 weights of each 32-bit lane as 16-bit numbers: bytes 0 and 2 in `even`, bytes 1 and 3 in `odd`.
-// VPMADDWD multiplies 16-bit numbers exactly. VPMADDUBSW would multiply the bytes directly, but its sums saturate.
-struct Quads {
-  Ints even, odd;
-};
-// Four int8 activations as 16-bit numbers, the same four in every lane: activations 0 and 2 in `even`, 1 and 3 in
-// `odd`.
-struct BroadcastQuad {
-  __m256i even, odd;
-};
-LLMK_INLINE Quads quads(Ints a) {
+// The bytes 0 and 2 of each 32-bit lane as 16-bit numbers, and the bytes 1 and 3.
+LLMK_INLINE Ints even_bytes(Ints a) {
   const __m256i mask = _mm256_set1_epi16(255);
-  return {{_mm256_and_si256(a.low, mask), _mm256_and_si256(a.high, mask)},
-          {_mm256_srli_epi16(a.low, 8), _mm256_srli_epi16(a.high, 8)}};
+  return {_mm256_and_si256(a.low, mask), _mm256_and_si256(a.high, mask)};
 }
-LLMK_INLINE BroadcastQuad broadcast_quad(const int8_t* p) {
+LLMK_INLINE Ints odd_bytes(Ints a) { return {_mm256_srli_epi16(a.low, 8), _mm256_srli_epi16(a.high, 8)}; }
+
+// Multiplies each pair of 16-bit numbers in `a` by the pair of 16-bit numbers at `x` (VPMADDWD), and adds the two exact
+// products to the 32-bit lane of `total`. One asm statement, like add_product() of vec_avx2.h.
+LLMK_INLINE void add_product(Ints* total, Ints a, const int16_t* x) {
+  __m256i spread, product;
+  asm("vpbroadcastd %[x], %[spread]\n\t"
+      "vpmaddwd %[spread], %[low], %[product]\n\t"
+      "vpmaddwd %[spread], %[high], %[spread]\n\t"
+      "vpaddd %[product], %[low_total], %[low_total]\n\t"
+      "vpaddd %[spread], %[high_total], %[high_total]"
+      : [low_total] "+&x"(total->low), [high_total] "+&x"(total->high), [spread] "=&x"(spread),
+        [product] "=&x"(product)
+      : [low] "x"(a.low), [high] "x"(a.high), [x] "m"(*reinterpret_cast<const int16_t(*)[2]>(x)));
+}
+LLMK_INLINE Ints with_product(Ints total, Ints a, const int16_t* x) {
   int32_t bits;
-  std::memcpy(&bits, p, sizeof(bits));
-  const __m256i x = _mm256_set1_epi32(bits);
-  return {_mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), _mm256_srai_epi16(x, 8)};
+  std::memcpy(&bits, x, sizeof(bits));
+  const __m256i spread = _mm256_set1_epi32(bits);
+  return {_mm256_add_epi32(total.low, _mm256_madd_epi16(a.low, spread)),
+          _mm256_add_epi32(total.high, _mm256_madd_epi16(a.high, spread))};
 }
-LLMK_INLINE __m256i dot_quads8(__m256i total, __m256i even, __m256i odd, BroadcastQuad x) {
-  const __m256i sums = _mm256_add_epi32(_mm256_madd_epi16(even, x.even), _mm256_madd_epi16(odd, x.odd));
-  return _mm256_add_epi32(total, sums);
-}
-LLMK_INLINE Ints dot_quads(Ints total, Quads w, BroadcastQuad x) {
-  return {dot_quads8(total.low, w.even.low, w.odd.low, x), dot_quads8(total.high, w.even.high, w.odd.high, x)};
+
+// Adds the two 16-bit numbers of each 32-bit lane.
+LLMK_INLINE Ints add_words(Ints a) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  return {_mm256_madd_epi16(a.low, ones), _mm256_madd_epi16(a.high, ones)};
 }
 #endif
-LLMK_INLINE Quads low_nibbles(Ints a) {
-  const __m256i mask = _mm256_set1_epi8(15);
-  return quads({_mm256_and_si256(a.low, mask), _mm256_and_si256(a.high, mask)});
-}
-LLMK_INLINE Quads high_nibbles(Ints a) { return low_nibbles(shift_right<4>(a)); }
 
 // Returns a * b + c, rounded once.
 LLMK_INLINE Vec fused(Vec a, Vec b, Vec c) { return fma(a, b, c); }

@@ -24,7 +24,8 @@
 //
 //   Ints                               a vector of 16 int32. It has the functions broadcast_int load_ints store_ints
 //                                      add multiply shift_right to_floats and others.
-//   Quads                              four weights w in each 32-bit lane. quads() makes them from bytes w + 128.
+//   Quads                              four weights w in each 32-bit lane. quads() makes them from bytes w + 128. AVX2
+//                                      without AVX-VNNI has no Quads; it multiplies 16-bit numbers.
 //   kByteZero                          the byte for the weight 0 in Quads: 128, or 0 if the bytes are signed
 //   BroadcastQuad                      four int8 activations, the same in each lane
 //   dot_quads(total, w, x)             adds the exact dot product of each lane's four weights and activations

@@ -89,7 +89,8 @@ enum ScratchSlot : int {
   kScratchLoraWeights = 18,  // the adapter of each row of a linear layer (used by the calling thread)
   kScratchLoraRows = 19,     // activations as floats, for the products with A (used by each thread)
   kScratchDelta = 20,        // buffers for a value head of gated linear attention (used by each thread)
-  kScratchSlots = 21
+  kScratchLinearWords = 21,  // int8 activations, widened to 16 bits (used by the calling thread)
+  kScratchSlots = 22
 };
 
 }  // namespace llmk

@@ -138,14 +138,14 @@ struct GroupedForm {
   // One quantisation group, which is a range of the depth: its weights, and its activations for the rows of the tile.
   struct Group {
     const uint8_t* weights;
-    const int8_t* x;
+    const typename Step::X* x;
     // The sum of the first row's activations over each group. The sums of the next row are shape.groups elements later.
     const int32_t* x_sums;
     int64_t number, steps;
 
     Group(const LinearJob& job, const Piece& piece, int64_t row)
         : weights(piece.weights),
-          x(static_cast<const int8_t*>(job.x) + row * job.x_stride +
+          x(static_cast<const typename Step::X*>(job.x) + row * job.x_stride +
             piece.begin * job.shape.group_steps * Step::kDepth),
           x_sums(job.rows.sums + row * job.shape.groups + piece.begin),
           number(piece.begin) {

@@ -63,7 +63,7 @@ struct BFloatStep : WideTiles {
   static constexpr bool kInParts = true;
   using X = float;
   using Sum = Vec;
-  static constexpr int kDepth = 2, kVectorBytes = 64;
+  static constexpr int kDepth = 2, kVectorBytes = 64, kPartDepth = 1;
   LLMK_INLINE Vec weight(const uint8_t* p, int part) {
     const Ints pairs = load_ints(p);
     return part == 0 ? low_bfloats(pairs) : high_bfloats(pairs);
@@ -111,9 +111,23 @@ using ByteTiles = WideTiles;
 using ByteTiles = NarrowTiles;
 #endif
 
-#ifndef LLMK_NEON_I8MM
 // Multiplies int8 weights by int8 activations. A lane adds up four depths. The weights that are multiplied are w +
 // kZero, so the sums must be corrected by -kZero times the sum of the activations.
+#if defined(LLMK_VEC_AVX2) && !defined(LLMK_VNNI)
+// Weights and activations are multiplied as 16-bit numbers (VPMADDWD). VPMADDUBSW would multiply the bytes directly,
+// but its sums saturate. The activations are widened before the products (rows_as_words() in linear_bytes.h). The
+// weights are widened in registers: the depths 0 and 2 of a step are its first part, 1 and 3 its second part.
+struct ByteStep : WideTiles {
+  static constexpr bool kInParts = true;
+  using X = int16_t;
+  using Sum = Ints;
+  static constexpr int kDepth = 4, kVectorBytes = 64, kZero = kByteZero, kPartDepth = 2;
+  LLMK_INLINE Ints weight(const uint8_t* p, int part) {
+    const Ints bytes = load_ints(p);
+    return part == 0 ? even_bytes(bytes) : odd_bytes(bytes);
+  }
+};
+#elif !defined(LLMK_NEON_I8MM)
 struct ByteStep : ByteTiles {
   using X = int8_t;
   using Sum = Ints;
@@ -197,15 +211,16 @@ LLMK_INLINE void multiply_step(const uint8_t* const (&at)[C], const typename Ste
   for (int c = 0; c < C && kLines == 4; ++c) fetch_ahead(at[c]);
 #ifdef LLMK_VEC_AVX2
   if constexpr (Step::kInParts) {
+    constexpr int kParts = Step::kDepth / Step::kPartDepth;
     LLMK_UNROLL
-    for (int i = 0; i < C * Step::kDepth; ++i) {
-      const int c = i / Step::kDepth, part = i % Step::kDepth;
-      const Vec weight = Step::weight(at[c], part);
+    for (int i = 0; i < C * kParts; ++i) {
+      const int c = i / kParts, part = i % kParts;
+      const auto weight = Step::weight(at[c], part);
       LLMK_UNROLL
       for (int r = 0; r < R; ++r) {
-        const float* activation = x + r * x_stride + part;
+        const auto* activation = x + r * x_stride + part * Step::kPartDepth;
         if constexpr (R == 1) {
-          total[r][c] = fma(broadcast(*activation), weight, total[r][c]);
+          total[r][c] = with_product(total[r][c], weight, activation);
         } else {
           add_product(&total[r][c], weight, activation);
         }

@@ -36,10 +36,10 @@ namespace llmk::LLMK_ARCH {
 
 // Number of independent sums to which a loop adds in rotation. With fewer sums, an addition would wait for the previous
 // addition to the same sum. With more, sums and operands would not fit into the registers. kByteChains is the number
-// for products of bytes. It is lower without VNNI, because these products then need two more temporary registers.
+// for products of bytes. It is lower on the portable set, because these products need more temporary registers there.
 #if defined(LLMK_VEC_AVX512)
 constexpr int kChains = 12, kByteChains = 12;
-#elif defined(LLMK_VNNI)
+#elif defined(LLMK_VEC_AVX2)
 constexpr int kChains = 6, kByteChains = 6;
 #else
 constexpr int kChains = 6, kByteChains = 2;
@@ -66,8 +66,6 @@ LLMK_INLINE void hide(Vec& a) { __asm__ volatile("" : "+x"(a.low), "+x"(a.high))
 LLMK_INLINE void hide(Ints& a) { __asm__ volatile("" : "+x"(a.low), "+x"(a.high)); }
 #ifdef LLMK_VNNI
 LLMK_INLINE void hide(BroadcastQuad& a) { __asm__ volatile("" : "+x"(a)); }
-#else
-LLMK_INLINE void hide(BroadcastQuad& a) { __asm__ volatile("" : "+x"(a.even), "+x"(a.odd)); }
 #endif
 #else
 // On other instruction sets, a vector type consists of several registers. So the empty assembler code names the vector
@@ -192,6 +190,26 @@ static int64_t ceiling_dot_bf16(int64_t steps) { return run_steps<bfloat_t>(step
 
 #ifdef LLMK_NEON_I8MM
 static int64_t ceiling_dot_int8(int64_t steps) { return run_matrix_products<ByteProducts>(steps); }
+#elif defined(LLMK_VEC_AVX2) && !defined(LLMK_VNNI)
+// Multiplies pairs of 16-bit numbers, as the linear layers do.
+static int64_t ceiling_dot_int8(int64_t steps) {
+  alignas(64) int16_t ones[32];
+  for (int16_t& one : ones) one = 1;
+  hide_memory(ones);
+  const Ints w = load_ints(ones);
+  Ints total[kByteChains];
+  for (Ints& chain : total) {
+    chain = broadcast_int(0);
+    hide(chain);
+  }
+  for (int64_t i = 0; i < steps; ++i) {
+    hide_memory(ones);
+    LLMK_UNROLL
+    for (int c = 0; c < kByteChains; ++c) add_product(&total[c], w, ones);
+  }
+  keep(total, kByteChains);
+  return steps * kByteChains * 32 * 2;
+}
 #else
 static int64_t ceiling_dot_int8(int64_t steps) {
   alignas(64) int8_t ones[64];
