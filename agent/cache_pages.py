@@ -96,9 +96,11 @@ class LaterPages:
         num_bytes = sum(piece.size for piece in pieces)
         # Linux counts the pages of the mapped weight file as available memory, because it can drop them and read them
         # again. The agent needs these pages in memory, so they are subtracted.
-        is_safe = num_bytes <= Machine.detect().available_bytes - file_huge_page_bytes()
         later = cls(pieces)
-        if pieces and not (is_safe and populate(pieces[0], write=True)):
+        if not pieces:
+            return later
+        is_safe = num_bytes <= Machine.detect().available_bytes - file_huge_page_bytes()
+        if not (is_safe and populate(pieces[0], write=True)):
             later.allocate_all()
         return later
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -102,6 +103,7 @@ def _limits(config: Config) -> dict[str, object]:
     }
 
 
+@cache
 def _version_of(package: str) -> str:
     try:
         return version(package)
@@ -109,6 +111,7 @@ def _version_of(package: str) -> str:
         return ""
 
 
+@cache
 def _processor() -> str:
     """Returns the name of the processor, or an empty text if the system does not state it."""
     try:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import importlib
 import inspect
+import os
 import pkgutil
+from collections.abc import Iterable
+from pathlib import Path
 from types import FunctionType, ModuleType
 
 import support.mindspore_preload  # noqa: F401 - it sets variables that MindSpore reads, so it comes first
@@ -14,6 +17,10 @@ import support.mindspore_preload  # noqa: F401 - it sets variables that MindSpor
 from mindspore import nn
 
 import agent
+from agent.confinement import grants
+from agent.stored_program import store
+from agent.weights.cache import fingerprint
+from llm_serving.config import Config, load_config
 from support.mindspore_preload import parse_early
 
 SKIPPED = ("agent.__main__", "agent.backends.ascend", "agent.kernels.libllm", "agent.mindformers")
@@ -55,8 +62,33 @@ def methods_of_cells(modules: list[ModuleType]) -> list[FunctionType]:
     ]
 
 
+def digest_early() -> None:
+    """Fills the caches of the digests of this program and its packages, which do not change while the tests run."""
+    fingerprint.arithmetic_digest()
+    fingerprint.code_digest(store._CODE)
+    store._version_of("mindspore")
+    store._processor()
+    Config.from_json(load_config("llama_tiny_cpu.yaml").to_json())
+
+
+def search_early() -> None:
+    """Searches the folders of Python's modules for links. The confinement of each agent then uses the result.
+
+    Folders that only some agents have, as those of PYTHONPATH, are searched by these agents.
+    """
+    search = grants._package_targets
+    found = {Path(path): list(search(Path(path))) for path in grants._python_paths(os.environ)}
+
+    def targets(folder: Path) -> Iterable[Path]:
+        return found[folder] if folder in found else search(folder)
+
+    grants._package_targets = targets  # type: ignore[assignment]
+
+
 for module, names in MINDSPORE_FUNCTIONS.items():
     functions = importlib.import_module(f"mindspore.{module}")
     parse_early([getattr(functions, name) for name in names])
 parse_early(methods_of_cells(import_agent()))
+digest_early()
+search_early()
 gc.freeze()

@@ -44,6 +44,8 @@ _MAP_BYTES = 16 << 20
 """Number of bytes that a thread reads into memory with one call. It is a multiple of every page size."""
 LEAST_HUGE = 0.5
 """Minimum fraction of a mapped file that must be in huge pages. Below it, the file is copied instead."""
+HUGE_PAGE_BYTES = 2 << 20
+"""Smallest size of a huge page. A smaller file has none."""
 _PREFIX = struct.Struct("<8sQQI")
 _DTYPES = ("|i1", "|u1", "<u2", "<i2", "<f2", "<i4", "<f4", "<i8", "<u8")
 
@@ -168,6 +170,8 @@ def _map_arrays(
 
     Returns None if the system does not map at least half of the file in huge pages.
     """
+    if end < LEAST_HUGE * HUGE_PAGE_BYTES:
+        return None
     before = file_huge_page_bytes()
     memory = mmap.mmap(descriptor, end, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     with contextlib.suppress(OSError):  # Linux without huge pages refuses this advice

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import asdict
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -88,7 +87,8 @@ def _program() -> str:
     return hashlib.sha256(library_path().read_bytes()).hexdigest() + code_digest(_PROGRAM)
 
 
-def code_digest(packages: Iterable[str]) -> str:
+@cache
+def code_digest(packages: tuple[str, ...]) -> str:
     """Returns a digest of the Python code of some packages of this program, such as ``agent/weights``."""
     digest = hashlib.sha256()
     for file in (file for package in packages for file in sorted((_REPOSITORY / package).rglob("*.py"))):
