@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import json
 import select
 import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +15,7 @@ import pytest
 from llm_serving.errors import AgentLostError, AgentStartError
 from llm_serving.executor import agent_group
 from llm_serving.executor.hccl_cluster import ClusterPlace, GroupPart, HcclCluster, reserve_port
+from support.json_program import run_program
 from support.small_configs import small_config
 from support.time_limits import time_limit
 
@@ -25,19 +24,14 @@ WORKER = Path(__file__).with_name("cluster_worker.py")
 
 def add_up(places, tmp_path):
     """Starts a cluster at the address of the first place, and a worker at each place. Returns what the workers print.
-
-    Worker 1 starts first, so that the first process that connects does not have rank 0.
     """
-    cluster, workers = HcclCluster(places[0], tmp_path / "cluster_0.log"), {}
+    cluster = HcclCluster(places[0], tmp_path / "cluster_0.log")
     try:
-        for member in reversed(range(len(places))):
-            environment = {**os.environ, **places[member].environment(member), "GLOG_v": "3"}
-            workers[member] = subprocess.Popen([sys.executable, str(WORKER)], env=environment, stdout=subprocess.PIPE)
-        return [workers[member].communicate(timeout=time_limit(200))[0].decode().split() for member in sorted(workers)]
+        environments = json.dumps([place.environment(member) for member, place in enumerate(places)])
+        workers = run_program(WORKER, environments, folder=tmp_path, timeout=200, GLOG_v="3")
+        assert workers.returncode == 0, workers.stderr
+        return sorted(line.split() for line in workers.stdout.splitlines() if line.startswith("RESULT"))
     finally:
-        for worker in workers.values():
-            worker.kill()
-            worker.wait()
         cluster.close()
         assert not psutil.pid_exists(cluster.pid)
 
@@ -48,7 +42,7 @@ def test_agents_find_each_other_and_have_the_ranks_they_were_given(tmp_path):
     with reserve_port("127.0.0.2") as reserved:
         port = reserved.getsockname()[1]
     place = ClusterPlace("127.0.0.2", port, 2, 120.0, own_host="127.0.0.1")
-    assert add_up([place, place], tmp_path) == [["RESULT", "0", "2", "3"], ["RESULT", "1", "2", "3"]]
+    assert add_up([place, place], tmp_path) == [["RESULT", "0", "0", "2", "3"], ["RESULT", "1", "1", "2", "3"]]
 
 
 def test_a_cluster_that_is_killed_while_it_waits(tmp_path):

@@ -34,9 +34,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """Provides a server of the tiny model in float32 without a prefix cache. Tests may neither stop the server nor kill
     its agent.
 
-    It starts as users start it. Most other servers of the tests are forked (``support.forks``).
+    Its agent has a computing thread for each core, as agents of users have. Other agents of the tests have one thread.
     """
-    with running_server(tmp_path_factory.mktemp("server"), ROOMY, forks=False) as running:
+    settings = [*ROOMY, "model_config.cpu_threads=0"]
+    with running_server(tmp_path_factory.mktemp("server"), settings) as running:
         yield running
         running.wait_until_idle()
 
