@@ -16,7 +16,7 @@ from support.chaos_ledger import POOL_THREADS, Holdings, Ledger, MemoryWatch
 from support.chaos_load import REQUESTS, Answer, ChaosLoad
 from support.fault_environment import fault_environment
 from support.fault_module.sitecustomize import damaged
-from support.server_process import running_server
+from support.server_process import ONE_THREAD, running_server
 
 FAULTS = (
     Injection("corrupt", 0, "flip", 0.0),
@@ -25,14 +25,14 @@ FAULTS = (
 )
 
 
-def test_faults_change_no_text_and_leak_nothing(tmp_path):
+def test_faults_change_no_text_and_leak_nothing(shallow_model, tmp_path):
     orders = tmp_path / "orders"
     orders.mkdir()
     # Agents read fault orders from a folder and remove them, which confinement would not permit.
-    unconfined = ["serving_config.confine_agents=off"]
+    settings = ["serving_config.confine_agents=off", f"model_config.model_path={shallow_model}", *ONE_THREAD]
     with (
         fault_environment(CHAOS_FOLDER=str(orders)),
-        running_server(tmp_path / "server", unconfined, forks=False) as server,
+        running_server(tmp_path / "server", settings, forks=False) as server,
     ):
         load = ChaosLoad(server.url, seed=1, num_clients=2)
         with load:

@@ -107,8 +107,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, shallow_model: Path) -> It
 @pytest.fixture(scope="module")
 def expected(shallow_server: ServerProcess) -> dict[int, list[list[int]]]:
     """Returns the output tokens of each prompt with a local agent, by ``max_tokens``."""
-    ask = shallow_server.post
-    return {length: [ids_of(ask("/v1/completions", body(p, length))) for p in PROMPTS] for length in (60, 400)}
+    with concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as pool:
+
+        def ask(length: int) -> list[list[int]]:
+            answers = pool.map(lambda prompt: shallow_server.post("/v1/completions", body(prompt, length)), PROMPTS)
+            return [ids_of(answer) for answer in answers]
+
+        return {length: ask(length) for length in (60, 400)}
 
 
 def test_texts_are_those_of_local_agents(

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.skipif(
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "smollm2.json").read_text(encoding="utf-8"))
 CONFIG = "smollm2_135m_cpu.yaml"
-SIZES = ["model_config.decode_batch_size=[40]", "model_config.max_generate_length=1024"]
-SIZES += ["model_config.seq_length=[1024]", "pa_config.decode_seq_length=1024"]
-SIZES += ["scheduler_config.max_num_batched_tokens=128"]  # the warm-up runs the largest step
+SIZES = ["model_config.max_generate_length=1024", "model_config.seq_length=[1024]"]
+SIZES += ["pa_config.decode_seq_length=1024"]
+SIZES += ["scheduler_config.max_num_batched_tokens=48"]  # the warm-up runs the largest step
 FLOAT32 = ["model_config.weight_format=float32", "model_config.weight_cache_gib=0"]
 """Settings of a server that computes with the weights as floats, and writes no converted weights for a later start."""
 TIE = 1e-3
@@ -30,7 +30,8 @@ TIE = 1e-3
 
 def ask_all(folder: Path, answers: Sequence[dict[str, Any]], *overrides: str, forks: bool = False) -> list[str]:
     """Returns the server's answers to questions that are asked at the same time. For ``forks`` see ServerProcess."""
-    settings = [*SIZES, f"pa_config.num_blocks={64 + 12 * len(answers)}", *overrides]
+    sizes = [f"pa_config.num_blocks={64 + 12 * len(answers)}", f"model_config.decode_batch_size=[{len(answers)}]"]
+    settings = [*SIZES, *sizes, *overrides]
     with running_server(folder, settings, CONFIG, forks=forks) as server:
 
         def ask(answer: dict[str, Any]) -> str:

@@ -186,14 +186,15 @@ def test_replicas_with_roles_have_the_bits_of_one_replica(
     """
     load(server, adapter)
     bodies = [body_of(case, max_tokens=160, **model) for case in cases for model in ({}, {"model": "small"})]
-    alone = [answered(server, body) for body in bodies]
+    with ThreadPoolExecutor(4) as pool:
+        expected = list(pool.map(lambda body: answered(server, body), bodies))
     roles = ("parallel_config.data_parallel=2", "parallel_config.roles=[prefill, decode]", "pa_config.num_blocks=31",
              "parallel_config.prefill_threshold=16", "pa_config.decode_seq_length=480",
              "scheduler_config.prefix_cache=false")  # fmt: skip
     with running_server(tmp_path, settings_of(folder, *SLOTS, *roles)) as other, ThreadPoolExecutor(8) as pool:
         load(other, adapter)
         for rounds in range(1, 11):
-            assert list(pool.map(lambda body: answered(other, body), bodies)) == alone
+            assert list(pool.map(lambda body: answered(other, body), bodies)) == expected
             engine = other.wait_until_idle()
             assert engine["hand_overs"]["completed"] == rounds * len(bodies)
             if engine["preemptions"]:  # a slow machine may complete one sequence before it has the prompt of the next

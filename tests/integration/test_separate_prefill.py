@@ -14,7 +14,6 @@ import pytest
 
 from support.server_process import ServerProcess, running_server, shm_entries
 from support.session_files import call, put
-from support.small_configs import TINY_LLAMA
 from support.time_limits import time_limit
 from tools.replaying.main import main as replay
 
@@ -45,15 +44,21 @@ def ask_all(server: ServerProcess, prompts: list[str]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(server: ServerProcess) -> list[list[int]]:
+def expected(shallow_server: ServerProcess) -> list[list[int]]:
     """Returns the tokens of a server without roles."""
-    return [ids_of(server.post("/v1/completions", body(prompt))) for prompt in LONG + SHORT]
+    return ask_all(shallow_server, LONG + SHORT)
 
 
 @pytest.fixture(scope="module")
-def separate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def roles(shallow_model: Path) -> list[str]:
+    """Returns the settings of a server of the shallow model with two roles."""
+    return [*ROLES, f"model_config.model_path={shallow_model}"]
+
+
+@pytest.fixture(scope="module")
+def separate(roles: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """Provides a server with two roles. The tests of this file run in order, and the last one stops the server."""
-    with running_server(tmp_path_factory.mktemp("separate"), ROLES) as server:
+    with running_server(tmp_path_factory.mktemp("separate"), roles) as server:
         yield server
 
 
@@ -138,17 +143,20 @@ def ask_greedily(server: ServerProcess, prompts: list[str]) -> list[list[int]]:
         return list(pool.map(ask, prompts))
 
 
-def test_a_draft_model_computes_handed_prompts_again(tmp_path: Path, server: ServerProcess) -> None:
+def test_a_draft_model_computes_handed_prompts_again(
+    tmp_path: Path, roles: list[str], shallow_model: Path, shallow_server: ServerProcess
+) -> None:
     """The draft model is the model itself, so each draft is right if the draft model knows the whole prompt.
 
     Then the agents are killed, first that of the decode replica.
     """
-    expected = {prompt: ask_greedily(server, [prompt])[0] for prompt in LONG + OWLS[0] + OWLS[1]}
+    prompts = LONG + OWLS[0] + OWLS[1]
+    expected = dict(zip(prompts, ask_greedily(shallow_server, prompts), strict=True))
     drafts = [
-        *("speculative_config.method=draft", f"speculative_config.model={TINY_LLAMA}"),
+        *("speculative_config.method=draft", f"speculative_config.model={shallow_model}"),
         *("speculative_config.always=true", "speculative_config.max_draft_tokens=4"),
     ]
-    with running_server(tmp_path, [*ROLES, *drafts]) as separate:
+    with running_server(tmp_path, [*roles, *drafts]) as separate:
         for prompt in LONG:
             assert ask_greedily(separate, [prompt]) == [expected[prompt]]
         assert separate.wait_until_idle()["hand_overs"]["completed"] == len(LONG)
@@ -167,7 +175,7 @@ def test_a_draft_model_computes_handed_prompts_again(tmp_path: Path, server: Ser
 
 
 def test_kv_tiers_keep_the_blocks_of_both_roles(
-    tmp_path: Path, expected: list[list[int]], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, roles: list[str], expected: list[list[int]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The device has so few blocks that it evicts the prompts. A session is exported from a handed request."""
     tiers = [
@@ -175,7 +183,7 @@ def test_kv_tiers_keep_the_blocks_of_both_roles(
         *("model_config.seq_length=[512]", "model_config.max_generate_length=512"),
         *(f"kv_tier_config.ssd_folder={tmp_path / 'tier'}", "kv_tier_config.loads=always"),
     ]
-    with running_server(tmp_path, [*ROLES, *tiers]) as server:
+    with running_server(tmp_path, [*roles, *tiers]) as server:
         for _ in range(2):
             assert ask_all(server, LONG + SHORT) == expected
         hits = server.get_text("/metrics").partition('kv_tier_hit_blocks_total{tier="host"} ')[2].split()[0]

@@ -68,15 +68,13 @@ def requests_of(policy: str, bodies: list[dict[str, Any]]) -> list[dict[str, Any
 
 
 @pytest.fixture(scope="module")
-def alone(bodies: list[dict[str, Any]], server: ServerProcess) -> Callable[[int], list[tuple[Any, ...]]]:
-    """Returns a function that gives the responses of a server without speculation. Each of the first requests runs
-    alone.
-    """
+def plain(bodies: list[dict[str, Any]], server: ServerProcess) -> Callable[[int], list[Any]]:
+    """Returns a function that gives the responses of a server without speculation to the first requests."""
     assert server.get("/server_info")["model"]["speculation"]["method"] == "off"
 
     @functools.cache
-    def responses(count: int) -> list[tuple[Any, ...]]:
-        return asyncio.run(run_alone(server.url, bodies[:count]))
+    def responses(count: int) -> list[Any]:
+        return asyncio.run(run_together(server.url, bodies[:count], seed=3, leave=0.0))
 
     return responses
 
@@ -97,7 +95,7 @@ def test_responses_are_those_without_drafts(
     policy: str,
     overrides: tuple[str, ...],
     bodies: list[dict[str, Any]],
-    alone: Callable[[int], list[Any]],
+    plain: Callable[[int], list[Any]],
     tmp_path: Any,
 ) -> None:
     bodies = requests_of(policy, bodies)
@@ -108,10 +106,10 @@ def test_responses_are_those_without_drafts(
         engine = server.wait_until_idle()
         drafted, accepted = server.counter("draft_tokens"), server.counter("accepted_draft_tokens")
         generated = server.counter("generated_tokens")
-    for body, expected, answer in zip(bodies, alone(len(bodies)), together, strict=True):
+    for body, expected, answer in zip(bodies, plain(len(bodies)), together, strict=True):
         if answer is not None:
             assert_same(answer, expected, body)
-    for body, expected, answer in zip(bodies, alone(len(bodies)), one_by_one, strict=False):
+    for body, expected, answer in zip(bodies, plain(len(bodies)), one_by_one, strict=False):
         assert_same(answer, expected, body)
     assert engine["preemptions"] > 0 or policy == "chunked", "the pool was meant to be too small"
     assert 50 < accepted < drafted
@@ -156,8 +154,8 @@ def test_drafts_in_a_group_change_no_response(
     model = [f"model_config.model_path={TINY_LLAMA if method == 'eagle' else shallow_model}"]
     model += [f"model_config.op_table={op_table}", f"model_config.model_dtype={dtype}"]
     reference = IN_PARTS if op_table == "fused" else [GROUP, "speculative_config.method=off"]
-    with running_server(tmp_path / "alone", [*model, *reference]) as server:
-        alone = asyncio.run(run_alone(server.url, bodies))
+    with running_server(tmp_path / "plain", [*model, *reference]) as server:
+        plain = asyncio.run(run_together(server.url, bodies, seed=3, leave=0.0))
     drafts = draft_settings(tmp_path, 1) if method == "draft" else head_settings(tmp_path, method, counting=False)
     settings = [*model, *PRESSED, *drafts, GROUP, f"scheduler_config.preemption={preemption}", *EAGER_CHECKS]
     with running_server(tmp_path / "group", settings) as server:
@@ -166,7 +164,7 @@ def test_drafts_in_a_group_change_no_response(
         drafted, accepted = server.counter("draft_tokens"), server.counter("accepted_draft_tokens")
         lost = [event["message"].split(",")[0] for event in server.events("agent_lost")]
     for answers in rounds:
-        for body, expected, answer in zip(bodies, alone, answers, strict=True):
+        for body, expected, answer in zip(bodies, plain, answers, strict=True):
             if answer is not None:
                 assert_same(answer, expected, body)
     print(f"{accepted} of {drafted} drafts accepted, {engine['preemptions']} preemptions, lost: {lost}")
@@ -205,7 +203,7 @@ def test_drafts_of_a_draft_model_change_no_response(
     policy: str,
     overrides: tuple[str, ...],
     bodies: list[dict[str, Any]],
-    alone: Callable[[int], list[Any]],
+    plain: Callable[[int], list[Any]],
     tmp_path: Any,
 ) -> None:
     bodies = requests_of(policy, bodies)
@@ -216,10 +214,10 @@ def test_drafts_of_a_draft_model_change_no_response(
         engine = server.wait_until_idle()
         drafted, accepted = server.counter("draft_tokens"), server.counter("accepted_draft_tokens")
         seconds = server.counter("draft_model_seconds")
-    for body, expected, answer in zip(bodies, alone(len(bodies)), together, strict=True):
+    for body, expected, answer in zip(bodies, plain(len(bodies)), together, strict=True):
         if answer is not None:
             assert_same(answer, expected, body)
-    for body, expected, answer in zip(bodies, alone(len(bodies)), one_by_one, strict=False):
+    for body, expected, answer in zip(bodies, plain(len(bodies)), one_by_one, strict=False):
         assert_same(answer, expected, body)
     assert engine["preemptions"] > 0 or policy == "chunked", "the pool was meant to be too small"
     assert 50 < accepted < drafted
@@ -259,7 +257,7 @@ def test_drafts_of_an_eagle_head_change_no_response(
     policy: str,
     overrides: tuple[str, ...],
     bodies: list[dict[str, Any]],
-    alone: Callable[[int], list[Any]],
+    plain: Callable[[int], list[Any]],
     tmp_path: Path,
 ) -> None:
     bodies = requests_of(policy, bodies)
@@ -268,7 +266,7 @@ def test_drafts_of_an_eagle_head_change_no_response(
         together = asyncio.run(run_together(server.url, bodies, seed=4))
         engine = server.wait_until_idle()
         drafted, accepted = server.counter("draft_tokens"), server.counter("accepted_draft_tokens")
-    for body, expected, answer in zip(bodies, alone(len(bodies)), together, strict=True):
+    for body, expected, answer in zip(bodies, plain(len(bodies)), together, strict=True):
         if answer is not None:
             assert_same(answer, expected, body)
     assert engine["preemptions"] > 0 or policy == "chunked", "the pool was meant to be too small"
@@ -338,14 +336,14 @@ def test_a_draft_model_equal_to_the_model_is_always_right_for_greedy_requests(
 
 @pytest.mark.parametrize("method", with_sweeps([("draft",), ("suffix",)], lambda method: method == "draft"))
 def test_two_replicas_give_the_same_responses_with_drafts(
-    method: str, bodies: list[dict[str, Any]], alone: Callable[[int], list[Any]], tmp_path: Any
+    method: str, bodies: list[dict[str, Any]], plain: Callable[[int], list[Any]], tmp_path: Any
 ) -> None:
     settings = [*method_settings(tmp_path, method), "parallel_config.data_parallel=2"]
     with running_server(tmp_path, settings) as server:
         together = asyncio.run(run_together(server.url, bodies[:TESTED_REQUESTS], seed=8))
         replicas = {event["replica"] for event in server.events("request_end")}
         accepted = server.counter("accepted_draft_tokens")
-    for body, expected, answer in zip(bodies, alone(TESTED_REQUESTS), together, strict=False):
+    for body, expected, answer in zip(bodies, plain(TESTED_REQUESTS), together, strict=False):
         if answer is not None:
             assert_same(answer, expected, body)
     assert replicas == {0, 1}

@@ -9,7 +9,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from support.completions_client import assert_same, run_alone, run_together
+from support.completions_client import assert_same, run_together
 from support.server_process import ServerProcess, running_server
 
 NATIVE = ["model_config.op_table=native", "model_config.model_dtype=bfloat16", "speculative_config.method=off"]
@@ -41,7 +41,7 @@ def bodies() -> list[dict[str, Any]]:
 def test_wrong_draws_of_a_device_change_no_response(shallow_model: Path, tmp_path: Path) -> None:
     settings = [*NATIVE, f"model_config.model_path={shallow_model}"]
     with running_server(tmp_path / "plain", settings) as server:
-        expected = asyncio.run(run_alone(server.url, bodies()))
+        expected = asyncio.run(run_together(server.url, bodies(), seed=4, leave=0))
         assert server.counter("device_draws") == 0
     (tmp_path / "ahead").mkdir()
     server = ServerProcess(tmp_path / "ahead", settings, faulty=["draws", str(tmp_path / "none")])
@@ -54,6 +54,7 @@ def test_wrong_draws_of_a_device_change_no_response(shallow_model: Path, tmp_pat
     finally:
         server.stop()
     for body, wanted, answer in zip(bodies(), expected, answers, strict=True):
+        assert wanted is not None
         assert answer is not None
         assert_same(answer, wanted, body)
     assert ready["summary"]["steps_ahead"] == "on"
