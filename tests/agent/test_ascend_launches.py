@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from agent.backends.ascend.launches import AscendHooks
-from agent.device_sampling.graphs import _Scores
 from agent.run_ahead.last_tokens import GroupTokens
 from support.time_limits import time_limit
 
@@ -83,6 +82,8 @@ def test_a_lost_device_ends_the_wait_and_fetch_raises_its_error(error: Exception
 
 def test_an_agent_that_does_not_sample_reports_the_first_error_of_its_device() -> None:
     """The device reports its failure only once, for the step. The launch of the candidates seems to succeed."""
+    from agent.device_sampling.graphs import _Scores  # here, because every test process would import MindSpore
+
     device = Device()
     device.error, device.num_errors = RuntimeError("the device is lost"), 1
     hooks, nothing = AscendHooks(device), slice(0, 0)
