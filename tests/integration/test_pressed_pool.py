@@ -1,7 +1,7 @@
 """Tests that mixed requests give the same bits with a cache that is far too small as with a large cache.
 
 The requests have the same tokens and log-probabilities. The tests cover every way in which the scheduler frees blocks.
-``make test`` compares 120 requests, and ``make test-sweeps`` 500 requests.
+``make test`` compares 200 requests, and ``make test-sweeps`` 500 requests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from support.server_process import running_server
 from support.sweeps import with_sweeps
 
 NUM_REQUESTS = 500
-TESTED_REQUESTS = 120
+TESTED_REQUESTS = 200
 """Number of requests that ``make test`` compares: the first ones of ``NUM_REQUESTS``."""
 VOCAB = 1900
 BLOCK = 16
