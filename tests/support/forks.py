@@ -41,6 +41,7 @@ compilation of a native graph then takes 9 % less CPU time. Forked processes do 
 """
 _used: list[socket.socket] = []
 """Connections to fork servers. A fork server ends when no process holds a connection to it."""
+_folders: list[tempfile.TemporaryDirectory[str]] = []
 _NAME = "agent-"
 """Beginning of the names of forked agents. The process id of their server follows. Linux keeps 15 characters."""
 
@@ -141,7 +142,7 @@ def fork_server(module: str) -> str:
     function.
     """
     shared = os.environ.get(SHARED_FOLDER)
-    folder = Path(shared, f"forks-{module}") if shared else Path(tempfile.mkdtemp(prefix="forks-"))
+    folder = Path(shared, f"forks-{module}") if shared else _own_folder()
     folder.mkdir(exist_ok=True)
     address = str(folder / "socket")
     with (folder / "lock").open("w") as lock:
@@ -149,6 +150,12 @@ def fork_server(module: str) -> str:
         if not _is_used(address):
             _start_server(address, module, folder)
     return address
+
+
+def _own_folder() -> Path:
+    """Makes a folder that is removed when this process ends."""
+    _folders.append(tempfile.TemporaryDirectory(prefix="forks-"))
+    return Path(_folders[-1].name)
 
 
 def _is_used(address: str) -> bool:

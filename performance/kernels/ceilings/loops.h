@@ -1,8 +1,8 @@
 // The loops that measure the machine's limits. Each loop only multiplies and adds, or only reads memory.
 //
 // tools/kernel_build.py compiles this file once per instruction set. It sets LLMK_PART_FILE, so that
-// agent/kernels/arch/part.h includes this file instead of a part of the kernels. main.cc picks the loops of the instruction set
-// in use.
+// agent/kernels/arch/part.h includes this file instead of a part of the kernels. main.cc picks the loops of the
+// instruction set in use.
 #pragma once
 #include "../../../agent/kernels/common/types.h"
 
