@@ -1,9 +1,9 @@
 """Runs one agent of a group, with or without running ahead, and prints the results as JSON.
 
 The name of the model decides: ``plain`` waits for each step, and ``ahead`` runs on an artificial device, which finishes
-a step after 1 ms. ``drawn 0`` and ``drawn 1`` run on such a device, too, but only steps with a temperature. One of
-these steps fails in the agent with this rank. With ``moved 0``, block moves fail in the agent with rank 0.
-``group_program`` describes the arguments.
+a step after 1 ms. The next models must follow ``ahead``, because they run its graphs, in a new group. ``drawn 0`` and
+``drawn 1`` run only steps with a temperature. One of these steps fails in the agent with this rank. With ``moved 0``,
+block moves fail in the agent with rank 0. ``group_program`` describes the arguments.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from run_ahead_program import (  # noqa: E402
     Parts,
     Step,
     alternating_plan,
+    device_of,
     drawn_sampling,
     draws_allowed,
     failing_moves,
@@ -39,6 +41,7 @@ from run_ahead_program import (  # noqa: E402
 )
 from step_driver import Part, StepDriver, blocks_for  # noqa: E402
 
+from agent.model_start import ModelStart  # noqa: E402
 from agent.row_check import RowCheckError  # noqa: E402
 from llm_serving.errors import GroupDownError, SamplingFailedError  # noqa: E402
 from llm_serving.ipc.messages import Decode, Prefill  # noqa: E402
@@ -65,19 +68,20 @@ class NotedDevice(ArtificialDevice):
 
 copied: set[tuple[int | None, int | None]] = set()
 launches: list[QueuedLaunch] = []
+compiled: list[tuple[Any, Any]] = []
+"""The loaded model and the graphs of the run ``ahead``."""
 
 
 def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
     await_launches()
+    if compiled:
+        return run_failing_in_one(setup, model, rank)
     device = NotedDevice(device_s=0.001)
-    if model["name"] != "plain":
+    if model["name"] == "ahead":
         use_artificial_device(device)
     driver = start_driver(setup, model, rank)
-    if model["name"].startswith("drawn"):
-        return run_failing_drawn(driver, fails=model["name"] == f"drawn {rank}")
-    if model["name"].startswith("moved"):
-        with failing_moves(driver.runner) if model["name"] == f"moved {rank}" else nullcontext():
-            return {"failing": run_steps(driver, mixed_plan())}
+    if model["name"] == "ahead":
+        compiled.append((driver.runner._model, driver.runner._graph))
     found: dict[str, Any] = {
         "greedy": run_steps(driver, greedy_plan()),
         "mixed": run_steps(driver, mixed_plan()),
@@ -96,6 +100,22 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
         captured = {"greedy": greedy_plan(), "alternating": alternating_plan(), "drawn": list(plan(drawn_sampling))}
         found["captured"] = {name: run_steps(driver, steps) for name, steps in captured.items()}
     return found | run_failing(driver, greedy_plan())
+
+
+def run_failing_in_one(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Runs steps of which one fails in one agent.
+
+    The group of the earlier runs has failed. This agent is in a new group, and runs the graphs that it has compiled for
+    the earlier one.
+    """
+    loaded, graph = compiled[0]
+    with mock.patch.multiple(ModelStart, load=lambda *_: loaded, stored_graph=lambda *_: graph):
+        driver = start_driver(setup, model, rank)
+    device_of(driver).captures = False  # the last run of ``ahead`` has captured its launches
+    if model["name"].startswith("drawn"):
+        return run_failing_drawn(driver, fails=model["name"] == f"drawn {rank}")
+    with failing_moves(driver.runner) if model["name"] == f"moved {rank}" else nullcontext():
+        return {"failing": run_steps(driver, mixed_plan())}
 
 
 def run_failing(driver: StepDriver, steps: list[Step]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ UNSAMPLED = 1
 
 
 TOGETHER = ("greedy", "mixed", "drawn", "failing", "captured")
-"""The parts that one process runs with one pair of models. The last one replaces the graphs of the models."""
+"""The parts that one process runs with one pair of models. The last one replaces the graphs of one model."""
 Run = Callable[[str], dict[str, Any]]
 
 
@@ -166,7 +166,10 @@ def test_padded_decodes_insert_ids_of_the_same_number_and_change_no_bit(run: Run
     Therefore it is launched ahead only after a decode of the same size.
     """
     result = run("captured")["greedy"]
-    assert result["ahead"] == result["plain"]
+    assert bits(result["ahead"]) == bits(result["plain"])
+    fetched = [(step["fetched"], plain["fetched"]) for step, plain in zip(result["ahead"], result["plain"], strict=True)]
+    assert all(ours == 6 * len(step["tokens"]) for step, (_, ours) in zip(result["plain"], fetched, strict=True))
+    assert {(24, 18), (48, 36)} <= set(fetched), "decodes of 3 and 6 sequences are padded to 4 and 8"
     assert len(launched_ahead(result["events"])) >= len(result["plain"]) // 2, result["events"]
 
 
@@ -176,7 +179,7 @@ def test_a_captured_launch_overwrites_no_logits_that_the_host_still_needs(run: R
     After a step whose sampling needs whole logits, the next launch waits. Other launches do not wait.
     """
     result = run("captured")["alternating"]
-    assert result["ahead"] == result["plain"]
+    assert bits(result["ahead"]) == bits(result["plain"])
     assert not any(step["error"] for step in result["plain"])
     ahead = launched_ahead(result["events"])
     assert 0 < len(ahead) <= len(result["plain"]) // 2, result["events"]
