@@ -28,7 +28,7 @@ ms.set_context(mode=ms.GRAPH_MODE, jit_config={"jit_level": "O0"})
 ms.set_device("CPU")
 
 SEEDS = 8
-VOCABULARY = 3000
+VOCABULARY = 1500
 
 
 @cache

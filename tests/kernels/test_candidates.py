@@ -42,7 +42,7 @@ def candidates_of(logits: Array, temperature: Array, parts: int = 1, rng: np.ran
         ties = np.broadcast_to(np.arange(own.shape[1]), own.shape)
         if rng is not None:
             ties = rng.permuted(ties, axis=1)
-        ids = np.lexsort((ties, -own), axis=1)[:, :count]
+        ids = np.array([_largest(*row, count) for row in zip(own, ties, strict=True)])
         scaled = own / divisor
         found["ids"].append(ids)
         found["values"].append(np.take_along_axis(own, ids, 1))
@@ -52,6 +52,14 @@ def candidates_of(logits: Array, temperature: Array, parts: int = 1, rng: np.ran
     arrays = {name: np.ascontiguousarray(np.stack(values)) for name, values in found.items()}
     best = logits.argmax(1).astype(np.int32)
     return best, logits[np.arange(rows), best], Candidates(**arrays, part_size=size)
+
+
+def _largest(values: Array, ties: Array, count: int) -> Array:
+    """Returns the places of the ``count`` largest values. Equal values are in the order of ``ties``, NaN comes last."""
+    least = np.partition(-values, count - 1)[count - 1]
+    places = np.arange(values.size) if np.isnan(least) else np.flatnonzero(-values <= least)
+    found: Array = places[np.lexsort((ties[places], -values[places]))[:count]]
+    return found
 
 
 def random_settings(rng: np.random.Generator, rows: int) -> dict[str, Array]:
