@@ -18,6 +18,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAM = REPOSITORY / "performance" / "ceilings"
 ATTEMPT_SECONDS = 0.1
 """Seconds of each attempt to reach a ceiling. A ceiling is the best of several attempts."""
+READ_MB = 256
+"""Megabytes of memory whose read bandwidth is measured. This is much more than fits into a cache."""
 TIMEOUT_S = 60.0
 """Maximum seconds for the measurement of all ceilings."""
 DRIFT = 1.15
@@ -55,7 +57,7 @@ def measure_ceilings(threads: int = 0) -> Ceilings:
 
     Raises RuntimeError if the program fails.
     """
-    command = [str(PROGRAM), str(ATTEMPT_SECONDS), str(threads)]
+    command = [str(PROGRAM), str(ATTEMPT_SECONDS), str(threads), str(READ_MB)]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except FileNotFoundError:

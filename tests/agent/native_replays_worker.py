@@ -54,9 +54,9 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
     result["bytes of a cache"] = min(each.nbytes for name, each in caches.items() if name.endswith("key_cache"))
     graph.replays = {}
     result["by the graph"] = steps()
-    few = tokens[:PLANTED_STEPS]
-    result["decodes by the graph"] = decodes(driver, prompts, few)
     if setup.tensor_parallel > 1:
+        few = tokens[:PLANTED_STEPS]
+        result["decodes by the graph"] = decodes(driver, prompts, few)
         result["planted"] = {name: run_planted(driver, name, rank, prompts, few) for name in PLANTS}
     return result
 

@@ -65,6 +65,7 @@ def test_every_step_multiplies(isa: str, loop: str) -> None:
 
 def test_the_program_prints_every_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("performance.bench.ceilings.ATTEMPT_SECONDS", 0.001)
+    monkeypatch.setattr("performance.bench.ceilings.READ_MB", 8)
     ceilings = measure_ceilings(1)
     assert ceilings.threads == 1
     assert min(ceilings.read_gb_s, ceilings.paged_read_gb_s, ceilings.fp32_gflops) > 0

@@ -20,14 +20,24 @@ from step_driver import StepDriver  # noqa: E402
 from llm_serving.ipc.shm import NO_ADAPTER  # noqa: E402
 from llm_serving.model.shape import ModelShape  # noqa: E402
 from performance.models.folders import write_model  # noqa: E402
-from performance.models.variants import FAMILY_VARIANTS  # noqa: E402
+from performance.models.variants import FAMILY_VARIANTS, Variant  # noqa: E402
 from support.adapted_models import ADAPTERS, merge, prompts_of  # noqa: E402
+from support.agent_group import with_layers  # noqa: E402
 from support.lora_folders import random_adapter  # noqa: E402
 from support.step_config import make_config  # noqa: E402
 
 
+def with_each_kind_of_layer(variant: Variant) -> Variant:
+    """Returns the model with its first layers, up to the first layer of its last kind. They have all kinds of layers.
+
+    The comparison is with the merged weights of the same layers, and further layers repeat them.
+    """
+    kinds = variant.config.get("layer_types", ["the only kind"])
+    return with_layers(variant, 1 + max(kinds.index(kind) for kind in set(kinds)))
+
+
 def results_of(name: str, scratch: Path) -> dict[str, Any]:
-    variant = replace(FAMILY_VARIANTS[name], dtype="float32", num_shards=1)
+    variant = replace(with_each_kind_of_layer(FAMILY_VARIANTS[name]), dtype="float32", num_shards=1)
     base, merged = scratch / name / "base", scratch / name / "merged"
     for folder in (base, merged):
         write_model(variant, folder)

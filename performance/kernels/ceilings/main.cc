@@ -81,9 +81,9 @@ double timed_reads(int64_t bytes, const Read& read) {
   return rate;
 }
 
-constexpr int64_t kReadBytes = 256 << 20;
+int64_t read_bytes = 256 << 20;
 
-// Returns the read bandwidth of 256 MB of memory in GB/s. The memory is in huge pages if the system has them. A call of
+// Returns the read bandwidth of `read_bytes` bytes of memory in GB/s. The memory is in huge pages if the system has them. A call of
 // round(memory, method) reads the whole memory once and returns the rate. There are several methods to read it, with
 // the numbers 0 to `methods` - 1. First, three rounds run with each method, and the method with the best median is
 // chosen. Then rounds with this method run for about `seconds` seconds, and the upper quartile of their rates is
@@ -93,9 +93,9 @@ template <class Round>
 double measure_reads(double seconds, int methods, const Round& round) {
   constexpr int64_t kHugePage = 2 << 20;
   void* memory = nullptr;
-  if (posix_memalign(&memory, kHugePage, kReadBytes) != 0) std::abort();
-  madvise(memory, kReadBytes, MADV_HUGEPAGE);
-  std::memset(memory, 1, kReadBytes);
+  if (posix_memalign(&memory, kHugePage, static_cast<size_t>(read_bytes)) != 0) std::abort();
+  madvise(memory, static_cast<size_t>(read_bytes), MADV_HUGEPAGE);
+  std::memset(memory, 1, static_cast<size_t>(read_bytes));
   const auto quantile = [](std::vector<double> rates, size_t quarters) {
     std::sort(rates.begin(), rates.end());
     return rates[rates.size() * quarters / 4];
@@ -122,7 +122,7 @@ double measure_reads(double seconds, int methods, const Round& round) {
 // into several streams and reads one line of each stream after the other.
 double measure_read_bandwidth(double seconds) {
   return measure_reads(seconds, kReadLoops, [](const char* memory, int method) {
-    const int64_t part = kReadBytes / num_threads() / 1024 * 1024;
+    const int64_t part = read_bytes / num_threads() / 1024 * 1024;
     const auto read = ceiling_loops().read[method];
     return timed_reads(part * num_threads(),
                        [&](int64_t thread) { return read(memory + thread * part, part, nullptr); });
@@ -133,19 +133,20 @@ double measure_read_bandwidth(double seconds) {
 // piece has the size of the int8 keys of 16 tokens, with 12 heads of 64 numbers. Half of the methods also prefetch the
 // piece that the thread reads next.
 double measure_paged_read_bandwidth(double seconds) {
-  constexpr int64_t kPiece = 12 << 10, kPieces = kReadBytes / kPiece;
-  std::vector<int64_t> order(kPieces);
+  constexpr int64_t kPiece = 12 << 10;
+  const int64_t pieces = read_bytes / kPiece;
+  std::vector<int64_t> order(static_cast<size_t>(pieces));
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), std::mt19937(1));
   return measure_reads(seconds, 2 * kReadLoops, [&](const char* memory, int method) {
     const auto read = ceiling_loops().read[method % kReadLoops];
     const bool fetches = method >= kReadLoops;
     const auto piece = [&](int64_t i) { return memory + order[static_cast<size_t>(i)] * kPiece; };
-    return timed_reads(kPieces * kPiece, [&](int64_t thread) {
+    return timed_reads(pieces * kPiece, [&](int64_t thread) {
       const int64_t step = num_threads();
       int32_t sum = 0;
-      for (int64_t i = thread; i < kPieces; i += step) {
-        sum += read(piece(i), kPiece, fetches && i + step < kPieces ? piece(i + step) : nullptr);
+      for (int64_t i = thread; i < pieces; i += step) {
+        sum += read(piece(i), kPiece, fetches && i + step < pieces ? piece(i + step) : nullptr);
       }
       return sum;
     });
@@ -180,10 +181,15 @@ void print_row(int threads, double seconds, bool last) {
 int main(int argc, char** argv) {
   const double seconds = argc > 1 ? std::atof(argv[1]) : 0.1;
   const int threads = argc > 2 ? std::atoi(argv[2]) : -1;
-  if (seconds <= 0 || argc > 3 || (argc > 2 && threads < 0)) {
-    std::fprintf(stderr, "usage: %s [seconds of an attempt, more than 0 [threads, 0 for every processor]]\n", argv[0]);
+  const int megabytes = argc > 3 ? std::atoi(argv[3]) : 256;
+  if (seconds <= 0 || megabytes < 1 || argc > 4 || (argc > 2 && threads < 0)) {
+    std::fprintf(stderr,
+                 "usage: %s [seconds of an attempt, more than 0 [threads, 0 for every processor [MB of memory that is "
+                 "read, default 256]]]\n",
+                 argv[0]);
     return 2;
   }
+  llmk::read_bytes = static_cast<int64_t>(megabytes) << 20;
   std::printf("{\"isa\": \"%s\", \"ceilings\": [\n", llmk::kernels().isa);
   if (threads < 0) llmk::print_row(1, seconds, false);
   llmk::print_row(threads < 0 ? 0 : threads, seconds, true);
