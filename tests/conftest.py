@@ -152,7 +152,6 @@ HEAVY = (
 
 _STRUCTURED = "tests/integration/test_structured_output.py"
 REPETITIONS = (
-    "tests/agent/test_native_quantised_groups.py::test_two_agents_choose_the_tokens_of_one[int8-llama_yarn_bias",
     "tests/agent/test_sum_parts.py::test_an_agent_that_sums_in_parts_gives_the_bits_of_a_group[int4-",
     "tests/integration/test_golden_tokens.py::test_float32_is_exact[mha]",
     "tests/integration/test_self_checks.py::test_a_row_with_other_bits_alone_restarts_the_agents[['model_config",

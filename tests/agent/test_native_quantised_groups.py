@@ -28,8 +28,9 @@ pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERTS = FAMILY_VARIANTS["qwen3_moe"]
-SEEDED = {**VARIANTS, **FAMILY_VARIANTS, "qwen3_moe": replace(EXPERTS, config={**EXPERTS.config, "vocab_size": 420})}
-"""The models of these tests. ``qwen3_moe`` has another vocabulary than the model of the golden tokens.
+OWN = {"vocab_size": 420, "attention_bias": True}
+SEEDED = {**VARIANTS, **FAMILY_VARIANTS, "qwen3_moe": replace(EXPERTS, config={**EXPERTS.config, **OWN})}
+"""The models of these tests. ``qwen3_moe`` has biases, and another vocabulary than the model of the golden tokens.
 
 In int4, an output layer with an odd vocabulary would be floats on one agent, but integers on two agents, whose parts
 are even.
@@ -48,10 +49,10 @@ ALL_LAYERS = ("int4", "int8 stages")
 
 Other setups have one layer: its sums and the output layer are all that two agents compute together.
 """
-CASES = [("int8", "llama_yarn_bias"), ("int8", "qwen3_moe"), ("int4 stored", "mha")]
-"""Models with biases before and after the sum, experts, and uneven columns."""
+CASES = [("int8", "qwen3_moe"), ("int4 stored", "mha")]
+"""Models with experts and with biases before and after the sum, and with uneven columns."""
 SWEPT_CASES = [
-    *(("int8", model) for model in ("gqa_tied", "tiny_llama", "llama_linear_mqa", "qwen3_tied")),
+    *(("int8", model) for model in ("llama_yarn_bias", "gqa_tied", "tiny_llama", "llama_linear_mqa", "qwen3_tied")),
     *(("int8_weight_only", model) for model in ("llama3_rope", "qwen2_tied", "mixtral")),
     *(("int4", model) for model in ("llama3_rope", "qwen3_moe", "mha", "gqa_tied")),
     *(("int8 cache", model) for model in ("gqa_tied", "tiny_llama")),
@@ -69,6 +70,8 @@ pairs of them share a key-value head.
 SWEPT_LARGER = LARGER[1:]
 """These run in ``make test-sweeps`` only. The first setup has uneven and shared heads, and ``CASES`` has int4."""
 
+EVEN = (("int8", "llama_yarn_bias"), ("int4 stored", "mha"))
+"""Models of whose weights and cache each of two agents has about half."""
 WITH_EXPERTS = ("qwen3_moe", "mixtral")
 ROUTE_MARGIN = 0.6
 """Limit for replaced experts: a token may prefer its own experts by at most this difference of router logits.
@@ -233,7 +236,7 @@ def test_a_position_gives_the_same_bits_however_it_is_computed(runs: Runs, name:
     check_position_bits(runs(PAIRS[name], name, model)[0]["invariance"])
 
 
-@pytest.mark.parametrize(("name", "model"), [("int8", "llama_yarn_bias"), ("int4 stored", "mha")])
+@pytest.mark.parametrize(("name", "model"), [case for case in params() if case.values in EVEN])
 def test_agents_share_weights_and_cache_evenly(runs: Runs, name: str, model: str) -> None:
     """Each of two agents has about half of the weights and of the cache of a single agent.
 
