@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -45,9 +46,14 @@ for rows in (1, 5, 16, 17, 32, 45, 70):
 """
 
 
-def offered(isa: str) -> bool:
-    process = run_under(isa, "from agent.kernels import kernel_isa; kernel_isa()")
-    return process.returncode == 0
+@cache
+def digests(isa: str) -> list[str]:
+    """Returns the lines that ``DIGEST`` prints with an instruction set. Skips the test if the library refuses the set."""
+    process = run_under(isa, DIGEST)
+    if process.returncode == 2 and f'LLM_KERNELS_ISA is "{isa}"' in process.stderr:
+        pytest.skip(f"this processor or compiler has no {isa}")
+    assert process.returncode == 0, process.stderr
+    return process.stdout.splitlines()
 
 
 def run_under(isa: str, code: str) -> subprocess.CompletedProcess[str]:
@@ -59,12 +65,8 @@ def run_under(isa: str, code: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("isa", ["avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "avx512_amx"])
 def test_integer_formats_give_the_same_bits_on_every_instruction_set(isa: str) -> None:
-    if not offered(isa):
-        pytest.skip(f"this processor or compiler has no {isa}")
-    process, portable = run_under(isa, DIGEST), run_under("portable", DIGEST)
-    assert process.returncode == 0, process.stderr
-    assert process.stdout.splitlines() == portable.stdout.splitlines()
-    assert len(process.stdout.splitlines()) == 66
+    assert digests(isa) == digests("portable")
+    assert len(digests(isa)) == 66
 
 
 def test_sizes_of_blobs() -> None:

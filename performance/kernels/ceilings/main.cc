@@ -81,13 +81,15 @@ double timed_reads(int64_t bytes, const Read& read) {
   return rate;
 }
 
-int64_t read_bytes = 256 << 20;
+// Megabytes of memory that are read by default.
+constexpr int kReadMegabytes = 256;
+int64_t read_bytes = int64_t{kReadMegabytes} << 20;
 
-// Returns the read bandwidth of `read_bytes` bytes of memory in GB/s. The memory is in huge pages if the system has them. A call of
-// round(memory, method) reads the whole memory once and returns the rate. There are several methods to read it, with
-// the numbers 0 to `methods` - 1. First, three rounds run with each method, and the method with the best median is
-// chosen. Then rounds with this method run for about `seconds` seconds, and the upper quartile of their rates is
-// returned. The best round would be misleading, because a virtual machine may get twice its usual rate for a short
+// Returns the read bandwidth of `read_bytes` bytes of memory in GB/s. The memory is in huge pages if the system has
+// them. A call of round(memory, method) reads the whole memory once and returns the rate. There are several methods to
+// read it, with the numbers 0 to `methods` - 1. First, three rounds run with each method, and the method with the best
+// median is chosen. Then rounds with this method run for about `seconds` seconds, and the upper quartile of their rates
+// is returned. The best round would be misleading, because a virtual machine may get twice its usual rate for a short
 // time.
 template <class Round>
 double measure_reads(double seconds, int methods, const Round& round) {
@@ -181,7 +183,7 @@ void print_row(int threads, double seconds, bool last) {
 int main(int argc, char** argv) {
   const double seconds = argc > 1 ? std::atof(argv[1]) : 0.1;
   const int threads = argc > 2 ? std::atoi(argv[2]) : -1;
-  const int megabytes = argc > 3 ? std::atoi(argv[3]) : 256;
+  const int megabytes = argc > 3 ? std::atoi(argv[3]) : llmk::kReadMegabytes;
   if (seconds <= 0 || megabytes < 1 || argc > 4 || (argc > 2 && threads < 0)) {
     std::fprintf(stderr,
                  "usage: %s [seconds of an attempt, more than 0 [threads, 0 for every processor [MB of memory that is "
