@@ -42,9 +42,11 @@ NATIVE_CASES = (
     (NATIVE_COLUMNS, "gpt_oss"),
 )
 SWEPT_CASES = ((COLUMNS, "deepseek_v2_lite"), *NATIVE_CASES[1:])
-"""These run in ``make test-sweeps`` only. deepseek_v3 has the same columns as deepseek_v2_lite. deepseek_v2 has the same
-native products of experts as the other models. gpt_oss also has biases of experts. Two agents compute them in float32,
-and test_every_config.py computes them with native operators.
+"""These run in ``make test-sweeps`` only.
+
+deepseek_v3 has the same columns as deepseek_v2_lite. deepseek_v2 has the same native products of experts as the other
+models. gpt_oss also has biases of experts. Two agents compute them in float32, and test_every_config.py computes them
+with native operators.
 """
 SETUPS = {"experts": WHOLE_EXPERTS, "columns": COLUMNS, "native": NATIVE, "native columns": NATIVE_COLUMNS}
 NAMES = {id(setup): name for name, setup in SETUPS.items()}

@@ -48,7 +48,10 @@ for rows in (1, 5, 16, 17, 32, 45, 70):
 
 @cache
 def digests(isa: str) -> list[str]:
-    """Returns the lines that ``DIGEST`` prints with an instruction set. Skips the test if the library refuses the set."""
+    """Returns the lines that ``DIGEST`` prints with an instruction set.
+
+    Skips the test if the library refuses the set.
+    """
     process = run_under(isa, DIGEST)
     if process.returncode == 2 and f'LLM_KERNELS_ISA is "{isa}"' in process.stderr:
         pytest.skip(f"this processor or compiler has no {isa}")
