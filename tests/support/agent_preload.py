@@ -26,7 +26,9 @@ from support.mindspore_preload import parse_early
 SKIPPED = ("agent.__main__", "agent.backends.ascend", "agent.kernels.libllm", "agent.mindformers")
 """The program itself, a library that is not a module, and packages that need an Ascend or another library."""
 MINDSPORE_FUNCTIONS = {
-    "graph._parse.standard_method": ("bool_", "check_is_const_int", "enumerate_", "list_append", "ms_len", "ms_zip"),
+    "graph._parse.standard_method": (
+        *("bool_", "check_is_const_int", "check_len_", "enumerate_", "list_append", "ms_len", "ms_zip"),
+    ),
     "ops._utils.arg_dtype_cast": (
         *("do_type_cast", "is_instance_of", "is_number", "is_tuple", "normalize_int_sequence", "scalar_to_tuple"),
         "tensor_to_tuple",
@@ -36,6 +38,10 @@ MINDSPORE_FUNCTIONS = {
     ),
     "ops.composite.multitype_ops.add_impl": ("_add_tuple", "_scalar_add_scalar"),
     "ops.composite.multitype_ops.getitem_impl": ("_tuple_getitem_by_number", "_tuple_getitem_by_slice"),
+    "ops.composite.multitype_ops.less_impl": ("_less_scala",),
+    "ops.composite.multitype_ops.logical_not_impl": ("_logical_not_scala",),
+    "ops.composite.multitype_ops.not_equal_impl": ("_not_equal_scalar",),
+    "ops.function.array_func": ("fill",),
 }
 """Functions of MindSpore that most graphs use, by module."""
 
@@ -88,7 +94,7 @@ def search_early() -> None:
 for module, names in MINDSPORE_FUNCTIONS.items():
     functions = importlib.import_module(f"mindspore.{module}")
     parse_early([getattr(functions, name) for name in names])
-parse_early(methods_of_cells(import_agent()))
+parse_early([nn.Cell.construct, *methods_of_cells(import_agent())])
 digest_early()
 search_early()
 gc.freeze()
