@@ -28,12 +28,13 @@ def load_testing_library() -> ctypes.CDLL:
 def replace_product_library() -> None:
     """Makes agent code in this process use the testing library instead of the product library.
 
-    Call this before a model is loaded.
+    Call this before a model is loaded. The product library may already be loaded.
     """
     product = library.library_path
     for name, module in list(sys.modules.items()):
         if name.startswith("agent") and getattr(module, "library_path", None) is product:
             vars(module)["library_path"] = path_of_testing_library
+    library.load_library.cache_clear()
     os.environ["MS_OP_PLUGIN_PATH"] = str(path_of_testing_library())
 
 
