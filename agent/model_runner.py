@@ -489,7 +489,7 @@ class ModelRunner:
             config.max_prefill_seqs,
             config.shape.vocab_size,
             config.captured_batch_sizes,
-            fuses=config.context.enable_graph_kernel,
+            fuses=config.fuses_operators,
             step_blocks=StepBlocks.of_config(config) if model.ops.gathers_blocks else None,
         )
         graph.compile()

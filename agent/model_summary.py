@@ -53,8 +53,8 @@ def describe_steps_ahead(part: ModelPart, model: LoadedModel, *, is_on: bool) ->
 
 
 def describe_fusions(config: Config, ops: OpTable, graph: StepGraph | None) -> dict[str, str]:
-    """Returns a description of the graph-kernel fusions in this process (``context.enable_graph_kernel``)."""
-    if not config.context.enable_graph_kernel:
+    """Returns a description of the graph-kernel fusions in this process (``Config.fuses_operators``)."""
+    if not config.fuses_operators:
         return {"graph_kernel_fusion": "off"}
     if config.device == "Ascend":
         from agent.backends.ascend.fusion import take_report

@@ -69,7 +69,7 @@ class DraftNetwork:
             config.slot_limits(),
             config.max_prefill_seqs,
             config.shape.vocab_size,
-            fuses=config.context.enable_graph_kernel,
+            fuses=config.fuses_operators,
             step_blocks=StepBlocks.of_config(config) if model.ops.gathers_blocks else None,
         )
         self._graph.compile()

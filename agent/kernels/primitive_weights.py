@@ -60,12 +60,16 @@ class PrimitiveWeight:
     """int32 [out]: numbers that are added to the integer sums of an int8 weight, if the primitive QuantV2 quantises the
     inputs. None if the primitive DynamicQuantExt quantises the inputs.
     """
+    gated: bool = False
+    """True if the outputs are gate and factor of Swiglu, each one half. Then a fusion of the product with Swiglu can
+    compute both at once (plugin/quantised_fusion.h). The results of the primitives do not change.
+    """
 
 
 _PrimitiveWeight = structure(
     "PrimitiveWeight",
     "pointer: values scales offsets sum_offsets; int32: type scale_type transposed float_products; int64: columns depth"
-    " group",
+    " group; int32: gated",
 )
 """A ctypes class with the members of llmk::PrimitiveWeight in ops/primitive_weight.h."""
 
@@ -183,6 +187,7 @@ def _described(weight: PrimitiveWeight) -> ctypes.Structure:
         columns=columns,
         depth=depth,
         group=weight.group,
+        gated=weight.gated,
     )
 
 

@@ -123,6 +123,14 @@ class Config:
         return self.model_config.op_table
 
     @property
+    def fuses_operators(self) -> bool:
+        """Whether operators are fused: ``context.enable_graph_kernel``. Without this key, only native operators on a CPU
+        are fused, because there the agent proves that fusion does not change a bit.
+        """
+        wanted = self.context.enable_graph_kernel
+        return self.device == "CPU" and self.op_table == "native" if wanted is None else wanted
+
+    @property
     def dtype_bytes(self) -> int:
         """Number of bytes of a value of ``model_config.model_dtype``, the type of activations and of float weights."""
         return weight_format(self.model_config.model_dtype).bits // 8

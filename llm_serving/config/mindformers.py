@@ -81,7 +81,8 @@ class MindSporeContext:
 
     device_target: str | None = None
     device_id: int = 0
-    enable_graph_kernel: bool = False
+    enable_graph_kernel: bool | None = None
+    """None if the file does not have this key. ``Config.fuses_operators`` has the default."""
     graph_kernel_flags: str = ""
     max_call_depth: int = 10_000
     max_device_memory_bytes: int | None = None
@@ -134,7 +135,7 @@ def _context(fields: TypedFields) -> MindSporeContext:
     return MindSporeContext(
         device_target=target,
         device_id=fields.integer("device_id", 0, 0, 255),
-        enable_graph_kernel=fields.boolean("enable_graph_kernel", False),
+        enable_graph_kernel=fields.boolean("enable_graph_kernel", False) if "enable_graph_kernel" in fields else None,
         graph_kernel_flags=read_flags(fields, "graph_kernel_flags"),
         max_call_depth=fields.integer("max_call_depth", 10_000, 1, 1_000_000),
         max_device_memory_bytes=_memory(fields, "max_device_memory"),

@@ -75,7 +75,7 @@ def model_facts(config: Config) -> dict[str, object]:
         "tensor_parallel": parallel.tensor_parallel,
         "pipeline_parallel": parallel.pipeline_parallel,
         "sum_parts": parallel.sum_parts,
-        "fusion": config.context.enable_graph_kernel,
+        "fusion": config.fuses_operators,
     }
 
 

@@ -28,7 +28,10 @@ SETUPS = {
     "2 share layers": Setup(2, 1, "bfloat16", "native", "int8"),
 }
 ROTARY, MASK = "SplitWithSize+ApplyRotaryPosEmb+ReshapeAndCache", "Greater+Cast+Mul"
-NORM, FIRST_NORM, SWIGLU = (f"{name}+DynamicQuantExt" for name in ("AddRmsNorm", "RmsNorm", "Swiglu"))
+GATED_PRODUCT = "MatMul+Swiglu"
+QUANTISED_PRODUCT = "DynamicQuantExt+QuantBatchMatmul"
+NORM, FIRST_NORM = (f"{name}+{QUANTISED_PRODUCT}" for name in ("AddRmsNorm", "RmsNorm"))
+GATED_NORM = f"{NORM}+Swiglu"
 CASES = [("int8", "gqa_tied")]
 """A graph of int8 has all fusions of a float graph, and more."""
 SWEPT_CASES = [
@@ -61,9 +64,9 @@ def test_every_layer_is_fused_and_the_summary_says_so(results: Any, name: str) -
     (agent,) = results(name, "gqa_tied")
     layers = agent["fusions"]["decode"].count(ROTARY)
     assert layers >= 2
-    wanted = {ROTARY: layers}
+    wanted = {ROTARY: layers, GATED_PRODUCT: layers}
     if name == "int8":
-        wanted |= {FIRST_NORM: 1, NORM: 2 * layers - 1, SWIGLU: layers}
+        wanted = {ROTARY: layers, FIRST_NORM: 1, NORM: layers - 1, GATED_NORM: layers, QUANTISED_PRODUCT: 2 * layers}
     for kind in ("prefill", "decode", "chunked"):
         found, mask = Counter(agent["fusions"][kind]), {MASK: 1} if kind == "chunked" else {}
         assert found == wanted | mask, kind

@@ -30,6 +30,8 @@ _LINEAR_WEIGHTS = ("qkv.weight", "output.weight", "gate_up.weight", "down.weight
 endings, and one more axis for the expert."""
 _LATENT_WEIGHTS = tuple(f"attention.{name}.weight" for name in ("joined", "query", "key_up", "value_up"))
 """Endings of the names of latent attention's linear weights."""
+_GATED_WEIGHT = "gate_up.weight"
+"""Ending of the names of weights whose outputs are the two halves that Swiglu joins."""
 _HEAD_WEIGHTS = _LATENT_WEIGHTS[2:]
 """Endings of the names of weights that have one matrix for each head. These weights stay floats in every weight format.
 """
@@ -107,12 +109,13 @@ class NativeCpuHooks(DeviceHooks):
 
     def _described(self, name: str, weights: Mapping[str, Array]) -> PrimitiveWeight:
         stem, of_experts = name.removesuffix(".weight"), weights[name].ndim == 3
+        gated = name.endswith(_GATED_WEIGHT) and not of_experts
         if name.endswith(_HEAD_WEIGHTS):
             return PrimitiveWeight(weights[name], self._dtype, transposed=False)
         forms = self._forms
         form = forms.output if name == OUTPUT_LAYER else forms.experts if of_experts else forms.layers
         if form.is_float:
-            return PrimitiveWeight(weights[name], self._dtype, transposed=not of_experts)
+            return PrimitiveWeight(weights[name], self._dtype, transposed=not of_experts, gated=gated)
         return PrimitiveWeight(
             values=weights[name],
             type=form.weights.stored_as,
@@ -123,4 +126,5 @@ class NativeCpuHooks(DeviceHooks):
             group=form.group,
             float_products=not form.quantises_activations,
             sum_offsets=weights.get(f"{stem}.sum_offset"),
+            gated=gated,
         )

@@ -188,7 +188,9 @@ QuantizedRows quantized_rows(const void* blob, int64_t rows, void* memory);
 enum class Epilogue : int32_t {
   kStore = 0,       // out has type dtype
   kStoreFloat = 1,  // out is float32
-  kGated = 2        // out has type dtype and columns / 2 columns: results of the gated activation
+  kGated = 2,       // out has type dtype and columns / 2 columns: results of the gated activation
+  // Like kGated, but first rounds gate and up to type dtype. So the result has the bits of kStore and Swiglu.
+  kGatedRounded = 3
 };
 
 struct LinearArgs {

@@ -109,6 +109,14 @@ struct HalfPanel {
   }
 };
 
+// Returns the values after rounding them to type T.
+template <class T>
+LLMK_INLINE Vec rounded_to(Vec values) {
+  T lanes[kLanes];
+  store(lanes, values);
+  return load(lanes);
+}
+
 // Applies the epilogue to the 32 columns of half a panel, row by row. Rows of the matrix of sums are 64 floats apart,
 // because a panel has 64 columns. The function choose_finish() below chooses the template arguments.
 template <Scaling kScaling, bool kGated, bool kBest, class T>
@@ -126,6 +134,7 @@ struct Finish {
     AdapterAddition adapters(lora, to.first / kLanes, row);
     const Gate gate = static_cast<Gate>(job.header.gated);
     const bool whole = to.whole, stores = job.args.out != nullptr;
+    const bool rounds = job.args.epilogue == Epilogue::kGatedRounded;
     T* out = static_cast<T*>(job.args.out) + row * out_stride;
     for (const int64_t end = row + count; row < end; ++row, sums += kPanelColumns, out += out_stride) {
       const Vec row_scale = broadcast(kByRow ? row_scales[row] : 1.0f);
@@ -144,6 +153,12 @@ struct Finish {
       if constexpr (kBest) {
         find_best(values, to.first, job.header.columns - to.first, job.best + row);
         if (!stores) continue;
+      }
+      if constexpr (kGated) {
+        if (rounds) {
+          LLMK_UNROLL
+          for (int v = 0; v < 2; ++v) values[v] = rounded_to<T>(values[v]);
+        }
       }
       LLMK_UNROLL
       for (int v = 0; v < kStores; ++v) {
@@ -166,8 +181,9 @@ struct Finish {
 // Calls visit(Finish<...>()), with the template arguments that the epilogue and the type of the output require.
 template <Scaling kScaling, class T, class Visit>
 static inline auto choose_epilogue(const LinearJob& job, const Visit& visit) {
-  return job.args.epilogue == Epilogue::kGated ? visit(Finish<kScaling, true, false, T>())
-                                               : visit(Finish<kScaling, false, false, T>());
+  const Epilogue epilogue = job.args.epilogue;
+  const bool is_gated = epilogue == Epilogue::kGated || epilogue == Epilogue::kGatedRounded;
+  return is_gated ? visit(Finish<kScaling, true, false, T>()) : visit(Finish<kScaling, false, false, T>());
 }
 
 template <Scaling kScaling, class Visit>

@@ -329,7 +329,8 @@ int check_linear(const char* op, const LinearArgs& args) {
     return refuse_text(op, "x has type %d, the float weight type %d; they must be the same",
                        static_cast<int>(args.dtype), static_cast<int>(header.format));
   }
-  if (args.epilogue == Epilogue::kGated && header.gated == 0) {
+  const bool is_gated = args.epilogue == Epilogue::kGated || args.epilogue == Epilogue::kGatedRounded;
+  if (is_gated && header.gated == 0) {
     return refuse_text(op, "the gated epilogue needs a weight packed as gated");
   }
   if (args.best_ids != nullptr && (args.epilogue != Epilogue::kStoreFloat || header.gated != 0)) {

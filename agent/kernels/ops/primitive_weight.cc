@@ -151,6 +151,7 @@ int pack_primitive(const char* op, const PrimitiveWeight& weight, void* blob) {
   source.columns = weight.columns;
   source.depth = weight.depth;
   source.group = weight.group;
+  source.gate = weight.gated != 0 ? Gate::kSilu : Gate::kNone;
   if (is_float(weight.type)) {
     const std::vector<char> turned = weight.transposed == 0 ? turned_floats(weight) : std::vector<char>();
     source.source_dtype = static_cast<DType>(weight.type);
@@ -225,6 +226,12 @@ const void* kept_blob(const char* op, const PrimitiveWeight& weight, int* error)
       static_cast<long long>(weight.group), static_cast<long long>(found->second.weight.columns),
       static_cast<long long>(found->second.weight.depth), static_cast<long long>(found->second.weight.group));
   return nullptr;
+}
+
+bool has_gated_blob(const void* values) {
+  const std::shared_lock<std::shared_mutex> lock(kept_mutex);
+  const auto found = kept_weights().find(values);
+  return found != kept_weights().end() && header_of(found->second.blob).gated != 0;
 }
 
 }  // namespace llmk

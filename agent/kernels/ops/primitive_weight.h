@@ -34,6 +34,9 @@ struct PrimitiveWeight {
   int32_t transposed;
   int32_t float_products;  // for int8 values: 1 if the activations stay floats (WeightQuantBatchMatmul)
   int64_t columns, depth, group;  // group: number of depths that share a scale; 0: one scale per column
+  // 1: the columns are gate and `up` of Swiglu, so the packed form is a gated weight (linear.h). A primitive that
+  // multiplies by the weight does not know this, so kept_blob() does not compare it.
+  int32_t gated;
 };
 
 // Returns the size of the packed weight, or 0 if the weight is invalid.
@@ -49,5 +52,8 @@ void forget_primitive(const void* values);
 // Returns the blob that keep_primitive() has stored for the address weight.values, or null if there is none. If the
 // stored weight has other sizes, types or scales than `weight`, sets `error` and returns null.
 const void* kept_blob(const char* op, const PrimitiveWeight& weight, int* error);
+
+// Returns true if keep_primitive() has stored a gated weight for this address.
+bool has_gated_blob(const void* values);
 
 }  // namespace llmk

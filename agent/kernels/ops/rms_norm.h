@@ -7,8 +7,7 @@
 #pragma once
 #include <cmath>
 
-#include "../common/thread_pool.h"
-#include "../common/types.h"
+#include "../common/row_tasks.h"
 
 namespace llmk {
 
@@ -61,7 +60,7 @@ static inline void rms_norm_row(const RmsNormArgs& args, int64_t row) {
 
 template <class T, class G>
 static inline void rms_norm_rows(const RmsNormArgs& args) {
-  const int64_t per_task = larger(1, 32768 / args.width);
+  const int64_t per_task = rows_per_task(args.rows, args.width);
   parallel_for(ceil_div(args.rows, per_task), [&](int64_t task) {
     const int64_t end = smaller((task + 1) * per_task, args.rows);
     for (int64_t row = task * per_task; row < end; ++row) rms_norm_row<T, G>(args, row);

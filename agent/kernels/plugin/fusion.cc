@@ -2,26 +2,17 @@
 
 #include <algorithm>
 #include <cstring>
+#include <set>
+#include <string>
 
 #include "../common/kernel_table.h"
 #include "../common/thread_pool.h"
 #include "../ops/checks.h"
-#include "packed_product.h"
+#include "../ops/primitive_weight.h"
+#include "quantised_fusion.h"
 
 namespace llmk {
 namespace {
-
-bool is(const Launch& launch, const char* op) { return std::strcmp(launch.op, op) == 0; }
-
-// Runs the launches of a fusion one after the other, without fusing them. A fused function calls this if it does not
-// support the sizes of the step.
-int run_apart(Launch* const* parts, int count) {
-  for (int i = 0; i < count; ++i) {
-    const int error = parts[i]->run();
-    if (error != 0) return error;
-  }
-  return 0;
-}
 
 // Fuses SplitWithSize, ApplyRotaryPosEmb and ReshapeAndCache. Rotates queries and keys directly from the rows of qkv,
 // the product of the linear layer, and copies keys and values to the cache. So SplitWithSize does not have to copy each
@@ -146,87 +137,6 @@ int chunk_mask(Launch* const* parts, const Fusion& fusion) {
   return product.dtype(factor) == DType::kUnsupported ? run_apart(parts, fusion.count) : 0;
 }
 
-// Fuses DynamicQuantExt with the operator before it: RmsNorm, AddRmsNorm or Swiglu. Computes one row at a time and
-// quantises it immediately, while it is still in the processor's cache.
-enum { kQuantX, kSmoothScales, kQuantY, kQuantScale, kQuantCount };
-
-// Quantises rows to int8, for the operator `quant` (DynamicQuantExt). For each row, calls write_row(row, values), which
-// must write the numbers of the row to `values`. Returns 0.
-template <class RowFunction>
-int quantise_rows(const Call& quant, int64_t rows, int64_t depth, const RowFunction& write_row) {
-  const DType dtype = quant.dtype(kQuantX);
-  PackedWeightHeader header{};
-  header.format = WeightFormat::kInt8;
-  header.depth = depth;
-  int8_t* y = quant.as<int8_t>(kQuantY);
-  const QuantizedRows result = allocate_rows(y, quant.as<float>(kQuantScale), rows, depth);
-  for_rows(rows, depth, [&](int64_t row) {
-    void* values = thread_scratch(kScratchNormed, depth * size_of(dtype));
-    write_row(row, values);
-    kernels().quantize_row(dtype, values, result, row, &header);
-    if (result.values != y) {
-      std::memcpy(y + row * depth, result.values + row * result.stride, static_cast<size_t>(depth));
-    }
-  });
-  return 0;
-}
-
-bool quantises_rows_of(const Call& quant, int64_t rows, int64_t depth) {
-  return !quant.is_tensor(kSmoothScales) && depth > 0 && quant.dim(kQuantX, -1) == depth &&
-         quant.size(kQuantX) == rows * depth && quant.dtype(kQuantX) != DType::kUnsupported;
-}
-
-int norm_quant(Launch* const* parts, const Fusion& fusion) {
-  const Call norm = parts[0]->call(), quant = parts[1]->call();
-  const bool has_residual = is(*parts[0], "AddRmsNorm");
-  const int gamma = has_residual ? 2 : 1, y = norm.count - (has_residual ? 3 : 2);
-  const int64_t width = norm.size(gamma), rows = width == 0 ? 0 : norm.size(0) / width;
-  const bool applies = rows > 0 && norm.size(0) == rows * width && quantises_rows_of(quant, rows, width) &&
-                       norm.dtype(gamma) != DType::kUnsupported && norm.dtype(0) == quant.dtype(kQuantX) &&
-                       (!has_residual || (norm.dtype(1) == norm.dtype(0) && norm.size(1) == norm.size(0)));
-  if (!applies) return run_apart(parts, fusion.count);
-  RmsNormArgs all{};
-  all.rows = 1;
-  all.width = width;
-  all.gamma = norm.data[gamma];
-  all.epsilon = static_cast<float>(norm.real(gamma + 1));
-  all.dtype = norm.dtype(0);
-  all.gamma_dtype = norm.dtype(gamma);
-  const int64_t bytes = width * size_of(all.dtype);
-  return quantise_rows(quant, rows, width, [&](int64_t row, void* values) {
-    RmsNormArgs args = all;
-    args.x = norm.as<char>(0) + row * bytes;
-    args.residual = has_residual ? norm.as<char>(1) + row * bytes : nullptr;
-    args.sum = has_residual ? norm.as<char>(y + 2) + row * bytes : nullptr;
-    args.rstd = norm.as<float>(y + 1) + row;
-    args.y = values;
-    kernels().rms_norm(args);
-  });
-}
-
-int swiglu_quant(Launch* const* parts, const Fusion& fusion) {
-  const Call swiglu = parts[0]->call(), quant = parts[1]->call();
-  const int out = swiglu.count - 1;
-  const int64_t inner = swiglu.dim(out, -1), rows = inner == 0 ? 0 : swiglu.size(out) / inner;
-  const int64_t axis = swiglu.integer(1) < 0 ? swiglu.integer(1) + swiglu.ndims[0] : swiglu.integer(1);
-  // Does not fuse if there are fewer rows than threads, because an unfused Swiglu can divide a row among several
-  // threads.
-  const bool applies = axis == swiglu.ndims[0] - 1 && rows >= num_threads() && swiglu.dim(0, -1) == 2 * inner &&
-                       swiglu.size(0) == 2 * rows * inner && quantises_rows_of(quant, rows, inner) &&
-                       swiglu.dtype(0) == quant.dtype(kQuantX);
-  if (!applies) return run_apart(parts, fusion.count);
-  const int64_t bytes = 2 * inner * size_of(swiglu.dtype(0));
-  return quantise_rows(quant, rows, inner, [&](int64_t row, void* values) {
-    SwigluArgs args{};
-    args.input = swiglu.as<char>(0) + row * bytes;
-    args.out = values;
-    args.outer = 1;
-    args.inner = inner;
-    args.dtype = swiglu.dtype(0);
-    kernels().swiglu(args);
-  });
-}
-
 constexpr int kFarthest = 8;  // maximum distance, in launches, between two parts of a fusion
 
 // Finds the launches that can be fused: chains in which each launch reads the result of the previous one.
@@ -239,15 +149,13 @@ class Finder {
     const Launch& launch = of(first);
     if (is(launch, "SplitWithSize") && launch.values.size() == kSplitCount) return rotary_at(first);
     if (is(launch, "Greater") && launch.values.size() == kGreaterCount) return mask_at(first);
-    const bool adds = is(launch, "AddRmsNorm");
-    if (adds || is(launch, "RmsNorm")) {
-      const char* name = adds ? "AddRmsNorm+DynamicQuantExt" : "RmsNorm+DynamicQuantExt";
-      return quantised_at(first, launch.values.size() - (adds ? 3 : 2), name, norm_quant);
-    }
-    if (is(launch, "Swiglu")) {
-      return quantised_at(first, launch.values.size() - 1, "Swiglu+DynamicQuantExt", swiglu_quant);
-    }
-    return {};
+    if (is(launch, "AddRmsNorm")) return quantised_at(first, launch.values.size() - 3, run_norm_quantise);
+    if (is(launch, "RmsNorm")) return quantised_at(first, launch.values.size() - 2, run_norm_quantise);
+    if (is(launch, "Swiglu")) return quantised_at(first, launch.values.size() - 1, run_swiglu_quantise);
+    if (is(launch, "DynamicQuantExt")) return with_product(begin(first, run_quantise));
+    const bool multiplies =
+        is(launch, "MatMul") || is(launch, "QuantBatchMatmul") || is(launch, "WeightQuantBatchMatmul");
+    return multiplies ? with_swiglu(begin(first, run_product)) : Fusion{};
   }
 
   // Extends the lifetime of each value that a fusion reads or writes to all launches of the fusion. So these values do
@@ -309,10 +217,43 @@ class Finder {
 
   Fusion checked(const Fusion& fusion) const { return can_move(fusion) ? fusion : Fusion{}; }
 
-  Fusion quantised_at(int first, size_t output, const char* name, int (*run)(Launch* const*, const Fusion&)) const {
+  static Fusion begin(int first, FusedFunction run) { return {nullptr, 1, {first}, run, {false, false}}; }
+
+  // Returns the fusion with the launch `next` added to it. Returns the fusion without this launch if the launches
+  // cannot be fused, or if a launch outside the fusion reads the result `output` of the last launch.
+  Fusion with(const Fusion& fusion, int next, size_t output) const {
+    if (next < 0 || outlives(fusion.last(), output, next)) return fusion;
+    Fusion longer = fusion;
+    longer.parts[longer.count++] = next;
+    return can_move(longer) ? longer : fusion;
+  }
+
+  Fusion quantised_at(int first, size_t output, FusedFunction run) const {
     const int quant = reader("DynamicQuantExt", kQuantX, first, output);
-    if (quant < 0 || of(quant).values.size() != kQuantCount || outlives(first, output, quant)) return {};
-    return checked({name, 2, {first, quant, -1}, run, {false, false}});
+    if (quant < 0) return {};
+    const Fusion fusion = with(begin(first, run), quant, output);
+    return fusion.count > 1 ? with_product(fusion) : Fusion{};
+  }
+
+  // Adds the QuantBatchMatmul that multiplies the rows of DynamicQuantExt, the last launch of the fusion.
+  Fusion with_product(const Fusion& fusion) const {
+    const int quant = fusion.last();
+    if (of(quant).values.size() != kQuantCount) return fusion;
+    const int product = reader("QuantBatchMatmul", kProductX, quant, kQuantY);
+    if (product < 0 || reader("QuantBatchMatmul", kProductRowScales, quant, kQuantScale) != product ||
+        outlives(quant, kQuantScale, product)) {
+      return fusion;
+    }
+    const Fusion longer = with(fusion, product, kQuantY);
+    return longer.count > fusion.count ? with_swiglu(longer) : fusion;
+  }
+
+  // Adds the Swiglu that reads the product, the last launch of the fusion.
+  Fusion with_swiglu(const Fusion& fusion) const {
+    const Launch& product = of(fusion.last());
+    const size_t output = product.values.size() - 1;
+    if (product.values[kProductWeight] >= 0 || !has_gated_blob(product.data[kProductWeight])) return fusion;
+    return with(fusion, reader("Swiglu", 0, fusion.last(), output), output);
   }
 
   Fusion rotary_at(int first) const {
@@ -327,8 +268,7 @@ class Finder {
                       !outlives(first, kSplitKey, cache);
     if (!fits) return {};
     const bool keeps_key = outlives(rotary, kRotaryKey, cache), keeps_value = outlives(first, kSplitValue, cache);
-    return checked({"SplitWithSize+ApplyRotaryPosEmb+ReshapeAndCache", 3, {first, rotary, cache}, rotary_cache,
-                    {keeps_key, keeps_value}});
+    return checked({nullptr, 3, {first, rotary, cache}, rotary_cache, {keeps_key, keeps_value}});
   }
 
   Fusion mask_at(int first) const {
@@ -341,12 +281,23 @@ class Finder {
         outlives(cast, converted, product)) {
       return {};
     }
-    return checked({"Greater+Cast+Mul", 3, {first, cast, product}, chunk_mask, {false, false}});
+    return checked({nullptr, 3, {first, cast, product}, chunk_mask, {false, false}});
   }
 
   Recording* recording_;
   std::vector<Launch>& launches_;
 };
+
+// Returns the operators of a fusion, joined by '+'. The text is never freed, because the agent reads it later.
+const char* name_of(const Recording& recording, const Fusion& fusion) {
+  static std::set<std::string> names;
+  std::string name;
+  for (int part = 0; part < fusion.count; ++part) {
+    if (part > 0) name += '+';
+    name += recording.launches[static_cast<size_t>(fusion.parts[part])].op;
+  }
+  return names.insert(name).first->c_str();
+}
 
 }  // namespace
 
@@ -355,11 +306,12 @@ void find_fusions(Recording* recording) {
   recording->fusions.clear();
   recording->fused.assign(recording->launches.size(), -1);
   for (size_t first = 0; first < recording->launches.size(); ++first) {
-    const Fusion fusion = finder.at(static_cast<int>(first));
+    Fusion fusion = finder.at(static_cast<int>(first));
     const bool is_free = std::all_of(fusion.parts, fusion.parts + fusion.count, [recording](int part) {
       return recording->fused[static_cast<size_t>(part)] < 0;
     });
-    if (fusion.count == 0 || !is_free) continue;
+    if (fusion.count < 2 || !is_free) continue;
+    fusion.name = name_of(*recording, fusion);
     for (int part = 0; part < fusion.count; ++part) {
       recording->fused[static_cast<size_t>(fusion.parts[part])] = static_cast<int>(recording->fusions.size());
     }

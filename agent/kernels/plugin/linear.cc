@@ -55,11 +55,27 @@ void quantise_rows(const Call& call, int x, int8_t* y, const QuantizedRows& rows
   });
 }
 
+// Runs the product. Its output is that of the primitive or, with form.gated, that of Swiglu.
+int run_product(const Call& call, LinearArgs linear, const ProductForm& form) {
+  if (form.gated != nullptr) {
+    linear.out = form.gated;
+    linear.out_stride /= 2;
+    linear.epilogue = Epilogue::kGatedRounded;
+  }
+  const int error = check_linear(call.op, linear);
+  if (error == 0) kernels().linear(linear);
+  return error;
+}
+
 }  // namespace
+
+int plugin_matmul(const Call& call) { return plugin_matmul(call, {}); }
+int plugin_quant_matmul(const Call& call) { return plugin_quant_matmul(call, {}); }
+int plugin_weight_quant_matmul(const Call& call) { return plugin_weight_quant_matmul(call, {}); }
 
 // Runs MatMul(a, b, transpose_a, transpose_b) for two matrices. Adds in float32, in an order that depends only on the
 // depth, and rounds once.
-int plugin_matmul(const Call& call) {
+int plugin_matmul(const Call& call, const ProductForm& form) {
   enum { kA, kB, kTransposeA, kTransposeB };
   if (call.ndims[kA] != 2 || call.ndims[kB] != 2) {
     return refuse_text(call.op, "inputs of %d and %d dimensions; both must have 2", call.ndims[kA], call.ndims[kB]);
@@ -96,8 +112,7 @@ int plugin_matmul(const Call& call) {
   if (blob == nullptr) return any_matmul(call.op, args);
   LinearArgs linear = linear_args(blob, dtype, args.rows, args.out);
   linear.x = args.a;
-  kernels().linear(linear);
-  return 0;
+  return run_product(call, linear, form);
 }
 
 // DynamicQuantExt(x [rows, depth], smooth_scales) -> y int8 of x's shape, scale float32 [rows].
@@ -164,7 +179,7 @@ int plugin_static_quant(const Call& call) {
 // After DynamicQuantExt, the result is (x1 @ x2) * scale * pertoken_scale, with pertoken_scale [rows]. After QuantV2,
 // it is (x1 @ x2 + bias) * scale, with an int32 bias [columns]. The sums of integers are exact. They are multiplied by
 // the scales in float32 and rounded once.
-int plugin_quant_matmul(const Call& call) {
+int plugin_quant_matmul(const Call& call, const ProductForm& form) {
   enum { kX1, kX2, kScale, kOffset, kBias, kPerToken, kTransposeX1, kTransposeX2, kDtype, kOut };
   const bool is_static = call.is_tensor(kBias);
   if (!call.has_dtype(kX1, "int8") || !call.has_dtype(kX2, "int8") || call.is_tensor(kOffset) ||
@@ -194,11 +209,11 @@ int plugin_quant_matmul(const Call& call) {
   if (error != 0 || rows == 0) return error;
   float* scales = is_static ? static_cast<float*>(thread_scratch(kScratchStatic, rows * 4)) : call.as<float>(kPerToken);
   if (is_static) std::fill(scales, scales + rows, 1.0F);
-  const QuantizedRows quantized = given_rows(call.as<int8_t>(kX1), scales, rows, weight.depth);
+  QuantizedRows given{};
+  if (form.quantized == nullptr) given = given_rows(call.as<int8_t>(kX1), scales, rows, weight.depth);
   LinearArgs linear = linear_args(blob.data(), call.dtype(kOut), rows, call.data[kOut]);
-  linear.quantized = &quantized;
-  kernels().linear(linear);
-  return 0;
+  linear.quantized = form.quantized == nullptr ? &given : form.quantized;
+  return run_product(call, linear, form);
 }
 
 // WeightQuantBatchMatmul: a matrix product of floats with an integer weight. It computes
@@ -210,7 +225,7 @@ int plugin_quant_matmul(const Call& call) {
 // A quantisation group is antiquant_group_size consecutive elements along the depth, with one scale and one offset. The
 // kernel adds the products of a group and multiplies the sum by the scale, in float32. It rounds the result once, at
 // the end. Offsets must be whole numbers.
-int plugin_weight_quant_matmul(const Call& call) {
+int plugin_weight_quant_matmul(const Call& call, const ProductForm& form) {
   enum { kX, kWeight, kScale, kOffset, kQuantScale, kQuantOffset, kBias, kTransposeX, kTransposeWeight, kGroup, kOut };
   int error = check_equal_dtype(call, kX, kOut);
   if (error != 0) return error;
@@ -243,8 +258,7 @@ int plugin_weight_quant_matmul(const Call& call) {
   if (error != 0 || call.dim(kX, 0) == 0) return error;
   LinearArgs linear = linear_args(blob.data(), call.dtype(kX), call.dim(kX, 0), call.data[kOut]);
   linear.x = call.data[kX];
-  kernels().linear(linear);
-  return 0;
+  return run_product(call, linear, form);
 }
 
 }  // namespace llmk

@@ -3,8 +3,9 @@
 #pragma once
 #include <vector>
 
-#include "../common/thread_pool.h"
+#include "../common/row_tasks.h"
 #include "../ops/primitive_weight.h"
+#include "call.h"
 
 namespace llmk {
 
@@ -25,6 +26,17 @@ class Blob {
 // set x or `quantized`.
 LinearArgs linear_args(const void* blob, DType dtype, int64_t rows, void* out);
 
+// How a fusion (quantised_fusion.h) runs a product. Without a fusion, both members are null.
+struct ProductForm {
+  const QuantizedRows* quantized;  // the rows x of QuantBatchMatmul; null: the argument of the primitive has them
+  void* gated;  // receives Swiglu of the product, and the product's own output is not written; null: no Swiglu
+};
+
+// Run a product in this form. With `gated`, its weight must be one for which has_gated_blob() is true.
+int plugin_matmul(const Call& call, const ProductForm& form);
+int plugin_quant_matmul(const Call& call, const ProductForm& form);
+int plugin_weight_quant_matmul(const Call& call, const ProductForm& form);
+
 // Provides memory for quantised rows in the layout of the linear kernel: each row fills whole cache lines and has a
 // sum. If a row of `values` [rows, depth] fills whole cache lines, the rows are stored in `values`. Otherwise they are
 // stored in scratch memory of this thread, which is valid until the next call.
@@ -38,9 +50,9 @@ static inline int64_t whole_lines(int64_t bytes) { return ceil_div(bytes, 64) * 
 // Calls function(row) for each of `rows` rows of `depth` elements. Uses several threads if there is enough work.
 template <class Function>
 void for_rows(int64_t rows, int64_t depth, const Function& function) {
-  const int64_t rows_per_task = larger(1, (1 << 15) / larger(depth, 1));
-  parallel_for(ceil_div(rows, rows_per_task), [&](int64_t task) {
-    for (int64_t row = task * rows_per_task; row < smaller(rows, (task + 1) * rows_per_task); ++row) function(row);
+  const int64_t per_task = rows_per_task(rows, depth);
+  parallel_for(ceil_div(rows, per_task), [&](int64_t task) {
+    for (int64_t row = task * per_task; row < smaller(rows, (task + 1) * per_task); ++row) function(row);
   });
 }
 

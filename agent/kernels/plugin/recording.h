@@ -75,15 +75,18 @@ struct Value {
   char* source;
 };
 
-constexpr int kMostFused = 3;
+constexpr int kMostFused = 4;
+
+struct Fusion;
+using FusedFunction = int (*)(Launch* const* parts, const Fusion& fusion);
 
 // Several launches that one function replaces (fusion.h). The function runs where the last of these launches ran.
 // `keeps` marks the intermediate results that a later launch reads.
 struct Fusion {
-  const char* name;
+  const char* name;  // the operators, joined by '+'; find_fusions() sets it last
   int count;
   int parts[kMostFused];  // the numbers of the launches, ascending
-  int (*run)(Launch* const* parts, const Fusion& fusion);
+  FusedFunction run;
   bool keeps[2];
 
   int first() const { return parts[0]; }

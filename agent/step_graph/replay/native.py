@@ -88,7 +88,7 @@ class NativeReplays:
         - ``max_prompts``: if not 0, the graph takes this number of int64 query lengths, with zeros after the last
           sequence. If 0, the graph takes one int32 query length for each sequence.
         - ``inserts_ids``: whether the graph takes the inputs of ``InsertIds``.
-        - ``fuses``: whether replays fuse launches (``context.enable_graph_kernel``). The graph never fuses.
+        - ``fuses``: whether replays fuse launches (``Config.fuses_operators``). The graph never fuses.
         - ``max_blocks``: maximum number of blocks that a step gathers. If 0, the graph gathers no blocks.
         - ``adapter_order``: counts the rows of each adapter slot. If None, the graph has no adapters.
         - ``reads_rotary_positions``: whether ``positions`` is [4, tokens] (``StepInputs.graph_positions``).
