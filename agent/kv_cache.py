@@ -71,6 +71,7 @@ class KVCache:
         """Makes this cache the memory of the model's ``parameters``."""
         from agent.layers.parameter import bind, create_on_device  # imports mindspore
 
+        self._ops.hooks.take_caches(self.arrays)
         for name, array in self.arrays.items():
             bind(parameters[name], array)
         for name in self._names:

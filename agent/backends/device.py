@@ -75,6 +75,14 @@ class DeviceHooks:
         """
         del weights, tied
 
+    def take_caches(self, caches: Mapping[str, Array]) -> None:
+        """Prepares the arrays of a KV cache for the operators. Called before the first run of a graph that uses them.
+
+        ``caches`` maps parameter names to arrays in host memory, which hold zeros. It is empty if the device has its
+        own memory.
+        """
+        del caches
+
     @contextmanager
     def graph_run(self, *, compiles: bool = False) -> Iterator[None]:
         """Returns a context manager for one run of a graph. ``compiles`` means that the run also compiles the graph.

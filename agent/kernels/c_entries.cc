@@ -10,6 +10,7 @@
 #include "ops/candidates.h"
 #include "ops/copy_blocks.h"
 #include "ops/hand_blocks.h"
+#include "ops/laid_out_caches.h"
 #include "ops/lora.h"
 #include "ops/primitive_weight.h"
 #include "ops/sampler.h"
@@ -107,6 +108,9 @@ LLMK_ENTRY int llmk_keep_primitive(const llmk::PrimitiveWeight* weight, void* bl
 }
 
 LLMK_ENTRY void llmk_forget_primitive(const void* values) { llmk::forget_primitive(values); }
+
+LLMK_ENTRY void llmk_keep_laid_out(const void* cache) { llmk::keep_laid_out(cache); }
+LLMK_ENTRY void llmk_forget_laid_out(const void* cache) { llmk::forget_laid_out(cache); }
 
 // Entries that add and gather arrays over several agents (agent/group/exchange.py, agent/kernels/collectives.py).
 

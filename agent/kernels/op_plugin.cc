@@ -12,6 +12,7 @@
 #include "common/kernel_table.h"
 #include "ops/checks.h"
 #include "ops/gather.h"
+#include "ops/laid_out_caches.h"
 #include "ops/reshape_and_cache.h"
 #include "plugin/launches.h"
 
@@ -89,9 +90,14 @@ int reshape_and_cache(const Call& call) {
   const int error = check_slots(call.op, call.as<int32_t>(4), tokens, slots);
   if (error != 0) return error;
   const int64_t row_bytes = width * dtype_bytes(call.dtypes[2]);
-  scatter_rows(call.data[0], call.data[2], call.as<int32_t>(4), tokens, row_bytes);
-  if (call.is_tensor(1) && call.is_tensor(3)) {
-    scatter_rows(call.data[1], call.data[3], call.as<int32_t>(4), tokens, row_bytes);
+  for (const int i : {0, 1}) {
+    if (i == 1 && !(call.is_tensor(1) && call.is_tensor(3))) break;
+    if (is_laid_out(call.data[2 + i])) {
+      write_all_laid_out({call.as<char>(i), row_bytes, call.as<int32_t>(4), call.data[2 + i], call.dim(2 + i, 1),
+                          call.dim(2 + i, 2), call.dim(2 + i, 3), i == 0}, tokens);
+    } else {
+      scatter_rows(call.data[i], call.data[2 + i], call.as<int32_t>(4), tokens, row_bytes);
+    }
   }
   return 0;
 }

@@ -17,6 +17,7 @@ from agent.backends.native.linear import is_transposed
 from agent.backends.native.ops import NativeOps
 from agent.group.model_part import ModelPart
 from agent.kernels import OperatorRefusedError, hold_failures, set_attentive, take_failure
+from agent.kernels.laid_out_caches import LaidOutCaches, lays_out
 from agent.kernels.primitive_weights import KeptWeights, PrimitiveWeight
 from agent.lora.stacked import StackedSizes
 from agent.weights.forms import LinearForms, scale_type
@@ -55,6 +56,8 @@ class NativeCpuOps(NativeOps):
     ) -> None:
         hooks = NativeCpuHooks(dtype, forms or LinearForms())
         super().__init__(dtype, max_positions, part, forms, hooks, int8_cache=int8_cache, adapters=adapters)
+        # The primitives of an int8 cache, and those of attention with sinks, need the elements in their own order.
+        hooks.lays_out_caches = dtype == "bfloat16" and not int8_cache and not self._has_sinks
 
     def expert_mlp(self, width: int, experts: Experts, epsilon: float) -> Operator:
         self.hooks.packs_experts = True
@@ -80,8 +83,11 @@ class NativeCpuHooks(DeviceHooks):
         self._dtype, self._forms = dtype, forms
         self.packs_experts = False
         """Whether the model multiplies expert weights through ``NativeOps.expert_mlp``."""
-        self._kept = KeptWeights()
+        self.lays_out_caches = False
+        """Whether only ReshapeAndCache and PagedAttention access the elements of the KV cache, and in bfloat16."""
+        self._kept, self._caches = KeptWeights(), LaidOutCaches()
         weakref.finalize(self, self._kept.close)
+        weakref.finalize(self, self._caches.close)
         hold_failures(True)
 
     @contextmanager
@@ -106,6 +112,12 @@ class NativeCpuHooks(DeviceHooks):
                 self._kept.keep(self._described(name, weights), release=True)
         if tied:
             self._kept.keep(PrimitiveWeight(weights[_EMBEDDING], self._dtype), release=False)
+
+    def take_caches(self, caches: Mapping[str, Array]) -> None:
+        for name, array in caches.items():
+            has_heads = name.endswith((".key_cache", ".value_cache")) and array.ndim == 4  # noqa: PLR2004
+            if self.lays_out_caches and has_heads and lays_out(array.shape[1], array.shape[3]):
+                self._caches.add(array)
 
     def _described(self, name: str, weights: Mapping[str, Array]) -> PrimitiveWeight:
         stem, of_experts = name.removesuffix(".weight"), weights[name].ndim == 3

@@ -9,7 +9,7 @@ namespace llmk::LLMK_ARCH {
 
 static void attention_bfloats(const RotaryAttentionArgs& args) {
 #ifdef LLMK_BF16_DOT
-  if (args.ready) return paged::attend_ready<paged::BFloat16Form, bfloat_t>(args);
+  if (lies_in_rows(args)) return paged::attend_ready<paged::BFloat16Form, bfloat_t>(args);
   paged::attend_paged<paged::BFloat16Form, bfloat_t>(args);
 #else
   paged::attend_paged<paged::FloatForm, bfloat_t>(args);

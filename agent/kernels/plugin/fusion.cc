@@ -8,6 +8,7 @@
 #include "../common/kernel_table.h"
 #include "../common/thread_pool.h"
 #include "../ops/checks.h"
+#include "../ops/laid_out_caches.h"
 #include "../ops/primitive_weight.h"
 #include "quantised_fusion.h"
 
@@ -30,6 +31,8 @@ struct RotaryCacheArgs {
   int64_t row_bytes;      // bytes of a row of qkv
   int64_t width_bytes;    // bytes of the keys (or values) of a token
   bool keeps_key;         // true: a later launch reads the rotated keys
+  bool is_laid_out;       // the caches have the layout of laid_out_caches.h
+  LaidOutRows laid_out[2];  // keys and values; only set if is_laid_out
 };
 
 void rotate_and_store(const RotaryCacheArgs& args, int64_t token) {
@@ -43,7 +46,7 @@ void rotate_and_store(const RotaryCacheArgs& args, int64_t token) {
     each->out = static_cast<char*>(each->out) + token * each->heads * each->dim * size_of(each->dtype);
   }
   kernels().rotary(query);
-  const int64_t slot = args.slots[token];
+  const int64_t slot = args.is_laid_out ? -1 : args.slots[token];  // laid out caches are written afterwards
   char* place = slot < 0 ? nullptr : args.caches[0] + slot * args.width_bytes;
   if (!args.keeps_key && place != nullptr) key.out = place;
   kernels().rotary(key);
@@ -92,10 +95,21 @@ int rotary_cache(Launch* const* parts, const Fusion& fusion) {
   args.slots = cache.as<int32_t>(kSlots);
   args.row_bytes = split.dim(kSplitInput, 1) * element;
   args.width_bytes = key * element;
-  const int64_t per_task = larger(1, 16384 / split.dim(kSplitInput, 1));
+  args.is_laid_out = is_laid_out(args.caches[0]);
+  if (args.is_laid_out) {
+    for (const bool is_key : {true, false}) {
+      args.laid_out[is_key ? 0 : 1] = {is_key ? static_cast<const char*>(args.key.out) : args.values,
+                                       is_key ? args.width_bytes : args.row_bytes, args.slots,
+                                       args.caches[is_key ? 0 : 1], cache.dim(kKeyCache, 1), cache.dim(kKeyCache, 2),
+                                       cache.dim(kKeyCache, 3), is_key};
+    }
+  }
+  const int64_t per_task =
+      args.is_laid_out ? laid_out_task(tokens) : larger(1, 16384 / split.dim(kSplitInput, 1));
   parallel_for(ceil_div(tokens, per_task), [&](int64_t task) {
-    const int64_t end = smaller((task + 1) * per_task, tokens);
-    for (int64_t token = task * per_task; token < end; ++token) rotate_and_store(args, token);
+    const int64_t begin = task * per_task, end = smaller(begin + per_task, tokens);
+    for (int64_t token = begin; token < end; ++token) rotate_and_store(args, token);
+    for (int i = 0; args.is_laid_out && i < 2; ++i) write_laid_out(args.laid_out[i], begin, end);
   });
   return 0;
 }
