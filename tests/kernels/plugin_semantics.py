@@ -10,7 +10,7 @@ import os
 from functools import cache
 from typing import Any
 
-from agent.kernels.library import hold_failures, library_path, take_failure
+from agent.kernels.library import hold_failures, library_path, load_library, take_failure
 
 os.environ["MS_OP_PLUGIN_PATH"] = str(library_path())
 
@@ -85,6 +85,20 @@ class Write(nn.Cell):
 
     def construct(self, key: Any, value: Any, slots: Any) -> Any:
         return self.primitive(key, value, self.keys, self.values, slots)
+
+
+class WriteThenAttend(nn.Cell):
+    """Writes keys and values to the caches of ``write``, and attends to them."""
+
+    def __init__(self, write: Write, paged: Paged) -> None:
+        super().__init__()
+        self.write, self.paged = write, paged
+
+    def construct(
+        self, key: Any, value: Any, slots: Any, query: Any, tables: Any, lens: Any, mask: Any, q_lens: Any
+    ) -> Any:
+        query = ops.depend(query, self.write(key, value, slots))
+        return self.paged(query, self.write.keys, self.write.values, tables, lens, mask, q_lens)
 
 
 def dynamic(*shape: int | None, dtype: Any) -> Tensor:
@@ -451,6 +465,37 @@ def test_paged_attention(
     flat = [each.reshape(-1, kv_heads, dim)[slots] for each in (kx, vx)]
     wanted = attention_rendering(qx.reshape(tokens, heads, dim), *flat, queries, contexts)
     assert_rounded(out, wanted.reshape(tokens, -1), dtype, slack=2 * EPSILON[dtype])
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("queries", [[1, 1], [5, 3]])
+def test_a_laid_out_cache_has_other_memory_and_gives_the_same_bits(
+    geometry: tuple[int, int, int], queries: list[int]
+) -> None:
+    """A sequence of 31 tokens lies in blocks 2 and 0, one of 13 tokens in block 1.
+
+    The first 16 tokens of the long sequence are written as a whole group, all other tokens one by one.
+    """
+    heads, kv_heads, dim = geometry
+    rng = np.random.default_rng(dim)
+    laid_out, plain = (Write(kv_heads, dim, 16, "bfloat16") for _ in range(2))
+    slots = ints([*range(32, 48), *rng.permutation(15), -1, *(16 + rng.permutation(13))])
+    (k, _), (v, _) = (values(rng, slots.size, kv_heads * dim, dtype="bfloat16") for _ in range(2))
+    q, _ = values(rng, sum(queries), heads * dim, dtype="bfloat16")
+    tables, contexts, no_mask = ints([[2, 0], [1, 0]]), ints([31, 13]), Tensor(np.zeros((1, 1)), ms.bfloat16)
+    named = [laid_out.keys.data_ptr(), laid_out.values.data_ptr()]
+    for address in named:
+        load_library().llmk_keep_laid_out(address)
+    try:
+        graphs = [WriteThenAttend(write, Paged(*geometry)) for write in (laid_out, plain)]
+        results = [exact(each(k, v, slots, q, tables, contexts, no_mask, ints(queries))) for each in graphs]
+    finally:
+        for address in named:
+            load_library().llmk_forget_laid_out(address)
+    np.testing.assert_array_equal(*results)
+    for cache, other in ((laid_out.keys, plain.keys), (laid_out.values, plain.values)):
+        assert not np.array_equal(exact(cache), exact(other))
+        np.testing.assert_array_equal(np.sort(exact(cache), None), np.sort(exact(other), None))
 
 
 @cache

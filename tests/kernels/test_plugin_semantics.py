@@ -15,7 +15,7 @@ PROGRAMS = (
     *("plugin_semantics.py", "plugin_quantised.py", "plugin_arithmetic.py", "plugin_latent.py", "plugin_sinks.py"),
     "plugin_draws.py",
 )
-NUM_TESTS = 24 + 32 + 42 + 11 + 13 + 30
+NUM_TESTS = 32 + 32 + 42 + 11 + 13 + 30
 
 
 def test_the_primitives_do_what_their_documentation_says(tmp_path: Path) -> None:
