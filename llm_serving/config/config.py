@@ -124,8 +124,9 @@ class Config:
 
     @property
     def fuses_operators(self) -> bool:
-        """Whether operators are fused: ``context.enable_graph_kernel``. Without this key, only native operators on a CPU
-        are fused, because there the agent proves that fusion does not change a bit.
+        """Whether operators are fused: ``context.enable_graph_kernel``.
+
+        Without this key, only native operators on a CPU are fused. There the agent proves that fusion changes no bit.
         """
         wanted = self.context.enable_graph_kernel
         return self.device == "CPU" and self.op_table == "native" if wanted is None else wanted

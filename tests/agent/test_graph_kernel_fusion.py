@@ -55,6 +55,7 @@ def test_fused_steps_have_the_bits_of_the_unfused_graph(results: Any, name: str,
         assert agent["problems"] == ["", "", ""]
         assert agent["confirmed"] == ["chunked", "decode", "prefill"]
         assert all(agent["fusions"].values()), agent["fusions"]
+        assert (agent["laid out caches"] > 0) == (name not in ("float16", "int8 cache"))
     assert len(set(agents[0]["by the graph"])) > 30, "the digests must differ between steps"
     assert agents[0]["replayed"] == agents[0]["replayed again"] == agents[0]["by the graph"]
 
@@ -64,6 +65,7 @@ def test_every_layer_is_fused_and_the_summary_says_so(results: Any, name: str) -
     (agent,) = results(name, "gqa_tied")
     layers = agent["fusions"]["decode"].count(ROTARY)
     assert layers >= 2
+    assert agent["laid out caches"] == 2 * layers
     wanted = {ROTARY: layers, GATED_PRODUCT: layers}
     if name == "int8":
         wanted = {ROTARY: layers, FIRST_NORM: 1, NORM: layers - 1, GATED_NORM: layers, QUANTISED_PRODUCT: 2 * layers}

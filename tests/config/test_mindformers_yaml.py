@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from agent.backends.runtime import prepare_graph_dumps
+from llm_serving.config import load_config
 from llm_serving.config.mindformers import KEYS_READ, MindSporeContext, read_mindformers_yaml
 from llm_serving.errors import ConfigError
 from llm_serving.formats.strict_yaml import read_yaml_mapping
 from llm_serving.model.rope import RopeScaling
 from llm_serving.model.shape import ModelShape
+from support.model_folders import write_model_folder
 
 LLAMA2_7B = Path(__file__).resolve().parents[2] / "configs" / "llama" / "predict_llama2_7b.yaml"
 SIZES = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 300}
@@ -91,6 +94,26 @@ def test_flags_of_an_ascend_have_no_effect_on_a_cpu(tmp_path: Path) -> None:
     assert (read.unused, read.unused_on("Ascend")) == ((), ())
     [flags] = read.unused_on("CPU")
     assert (flags.file, flags.key, flags.value) == (str(file), "context.graph_kernel_flags", "'--opt_level=2'")
+
+
+@pytest.mark.parametrize(
+    ("table", "context", "fuses"),
+    [
+        ("native", "{}", True),
+        ("fused", "{}", False),
+        ("native", "{enable_graph_kernel: False}", False),
+        ("fused", "{enable_graph_kernel: True}", True),
+    ],
+)
+def test_a_cpu_fuses_native_operators_unless_the_file_says_no(
+    tmp_path: Path, table: str, context: str, fuses: bool
+) -> None:
+    file = read_mindformers_yaml(write(tmp_path, f"context: {context}\n"))
+    model = write_model_folder(tmp_path / "model")
+    settings = [f"model_config.model_path={model}", f"model_config.op_table={table}"]
+    settings += ["model_config.model_dtype=bfloat16"]
+    config = load_config("llama_tiny_cpu.yaml", settings, ascend=False)
+    assert replace(config, context=file.context).fuses_operators == fuses
 
 
 def test_keys_without_effect_are_listed_with_the_reason(tmp_path: Path) -> None:

@@ -493,9 +493,9 @@ def test_a_laid_out_cache_has_other_memory_and_gives_the_same_bits(
         for address in named:
             load_library().llmk_forget_laid_out(address)
     np.testing.assert_array_equal(*results)
-    for cache, other in ((laid_out.keys, plain.keys), (laid_out.values, plain.values)):
-        assert not np.array_equal(exact(cache), exact(other))
-        np.testing.assert_array_equal(np.sort(exact(cache), None), np.sort(exact(other), None))
+    for ours, other in ((laid_out.keys, plain.keys), (laid_out.values, plain.values)):
+        assert not np.array_equal(exact(ours), exact(other))
+        np.testing.assert_array_equal(np.sort(exact(ours), None), np.sort(exact(other), None))
 
 
 @cache

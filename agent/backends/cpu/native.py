@@ -115,7 +115,7 @@ class NativeCpuHooks(DeviceHooks):
 
     def take_caches(self, caches: Mapping[str, Array]) -> None:
         for name, array in caches.items():
-            has_heads = name.endswith((".key_cache", ".value_cache")) and array.ndim == 4  # noqa: PLR2004
+            has_heads = name.endswith((".key_cache", ".value_cache")) and array.ndim == 4
             if self.lays_out_caches and has_heads and lays_out(array.shape[1], array.shape[3]):
                 self._caches.add(array)
 

@@ -12,8 +12,8 @@
 
 namespace llmk {
 
-// Names a cache by its address. A cache may be named several times, and must be forgotten as often, before its memory is
-// freed.
+// Names a cache by its address. A cache may be named several times. Before its memory is freed, it must be forgotten as
+// often.
 void keep_laid_out(const void* cache);
 void forget_laid_out(const void* cache);
 bool is_laid_out(const void* cache);

@@ -177,7 +177,7 @@ static void run_paged(RotaryAttentionArgs* args, int64_t mla_v_dim) {
 // has one query. A query sees the keys up to its own position, which are in the cache already. An Ascend needs
 // attn_mask to hide later keys, but this kernel compares positions. Unused entries of block_tables are not read.
 //
-// The blocks of a cache that ops/laid_out_caches.h names have another order of elements, which this kernel reads faster.
+// The blocks of a cache that ops/laid_out_caches.h names have another order of elements. This kernel reads it faster.
 int plugin_paged_attention(const Call& call) {
   enum { kQuery, kKeyCache, kValueCache, kBlockTables, kContextLens, kAntiquantScale, kAntiquantOffset, kAttnMask,
          kQueryLens, kAlibi, kHeadNum, kScale, kKvHeadNum, kQuantMode, kMaskMode, kMlaDim };
