@@ -57,10 +57,10 @@ class PackedAdapter:
         vectors["first_rank"] = [first for first, _ in blocks]
         vectors["num_ranks"] = [block.shape[0] for _, block in blocks]
         self._arrays: dict[str, npt.NDArray[Any]] = {
-            "a": np.ascontiguousarray(a.reshape(groups, _LANES, depth).transpose(0, 2, 1)),
+            "a": _pairs(a.reshape(groups, _LANES, depth).transpose(0, 2, 1), dtype),
             "scales": scales,
             "vectors": vectors,
-            "b": np.concatenate([block.ravel() for _, block in blocks]),
+            "b": np.concatenate([_pairs(block, dtype).ravel() for _, block in blocks]),
         }
         addresses = {name: array.ctypes.data for name, array in self._arrays.items()}
         self._struct = _LoraWeight(dtype=_DTYPES.index(dtype), rank_groups=groups, depth=depth, **addresses)
@@ -133,15 +133,16 @@ def _block(
     """Returns the part of an adapter that changes one SIMD vector of 16 columns: (first rank, B).
 
     The layers that a weight joins, such as q, k and v, have different ranks of the adapter. B [ranks, 16] has only the
-    rows for the ranks that these columns use. ``first rank`` is the number of the first of these ranks.
+    rows for the ranks that these columns use. ``first rank`` is the number of the first of these ranks. It and the
+    number of rows are even. Additional rows are zeros.
     """
     touched = [
         index for index, each in enumerate(modules) if each.rows.start < columns.stop and columns.start < each.rows.stop
     ]
     if not touched or not columns:
         return 0, np.zeros((0, _LANES), storage)
-    first = int(ranks[touched[0]])
-    block = np.zeros((int(ranks[touched[-1] + 1]) - first, _LANES), storage)
+    first = int(ranks[touched[0]]) // 2 * 2
+    block = np.zeros((aligned(int(ranks[touched[-1] + 1]) - first, 2), _LANES), storage)
     for index in touched:
         module = modules[index]
         low, high = max(columns.start, module.rows.start), min(columns.stop, module.rows.stop)
@@ -149,3 +150,15 @@ def _block(
         values = module.b[low - module.rows.start : high - module.rows.start]
         block[rows, low - columns.start : high - columns.start] = values.T
     return first, block
+
+
+def _pairs(matrix: Array, dtype: str) -> Array:
+    """Returns a matrix [..., indices, 16] in pairs of indices, as the kernels read it (LoraWeight of ops/lora.h).
+
+    If the number of indices is odd, adds zeros.
+    """
+    *outer, indices, lanes = matrix.shape
+    padded = np.zeros((*outer, aligned(indices, 2), lanes), matrix.dtype)
+    padded[..., :indices, :] = matrix
+    pairs = padded.reshape(*outer, -1, 2, lanes)
+    return np.ascontiguousarray(pairs.swapaxes(-1, -2) if dtype == "bfloat16" else pairs)

@@ -16,7 +16,14 @@ static void attention_bfloats(const RotaryAttentionArgs& args) {
 #endif
 }
 
+static void shrink_bfloats(DType, const ShrinkJob& job, const ShrinkTile& tile, const ShrinkPart& part) {
+#ifdef LLMK_AMX
+  if (ShrinkTiles::fit(tile)) return ShrinkTiles::multiply(job, tile, part);
+#endif
+  lora_shrink<bfloat_t>(job, tile, part);
+}
+
 extern const ProductKernels kBFloats;
-const ProductKernels kBFloats = {kTileSteps, linear_bfloats, attention_bfloats};
+const ProductKernels kBFloats = {kTileSteps, linear_bfloats, attention_bfloats, shrink_bfloats};
 
 }  // namespace llmk::LLMK_ARCH

@@ -16,6 +16,6 @@ static void attention_bytes(const RotaryAttentionArgs& args) {
 }
 
 extern const ProductKernels kBytes;
-const ProductKernels kBytes = {kTileSteps, linear_bytes, attention_bytes};
+const ProductKernels kBytes = {kTileSteps, linear_bytes, attention_bytes, nullptr};
 
 }  // namespace llmk::LLMK_ARCH

@@ -4,7 +4,6 @@
 #include "../common/kernel_parts.h"
 #include "../ops/gated_delta.h"
 #include "../ops/logits.h"
-#include "../ops/lora_shrink.h"
 #include "../ops/matmul.h"
 #include "../ops/quantize_row.h"
 #include "../ops/rms_norm.h"
@@ -22,7 +21,6 @@ const GeneralKernels kGeneral = {
     silu,
     rotary,
     matmul,
-    lora_shrink,
     quantize_row,
     sum_parts,
     gated_delta,

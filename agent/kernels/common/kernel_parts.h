@@ -14,6 +14,8 @@ struct QuantizedRows;
 struct RmsNormArgs;
 struct RotaryArgs;
 struct RotaryAttentionArgs;
+struct ShrinkJob;
+struct ShrinkPart;
 struct ShrinkTile;
 struct SigmoidGateArgs;
 struct SiluArgs;
@@ -26,8 +28,6 @@ struct GeneralKernels {
   void (*silu)(const SiluArgs&);
   void (*rotary)(const RotaryArgs&);
   void (*matmul)(const MatMulArgs&);
-  // LoRA (lora.h): multiplies a tile's rows of activations by rows [16 * group, 16 * group + 16) of the matrix A.
-  void (*lora_shrink)(const ShrinkTile& tile, int64_t group);
   // Quantises the activations `x` of one row to int8, and stores them as row `row` of `rows`. `blob` is the packed
   // weight of the layer. It determines the groups, and may have scales for the inputs (ops/quantize_row.h).
   void (*quantize_row)(DType dtype, const void* x, const QuantizedRows& rows, int64_t row, const void* blob);
@@ -42,6 +42,9 @@ struct ProductKernels {
   int64_t tile_steps;  // number of steps in a tile of packed weights, called T in ops/linear.h
   void (*linear)(const LinearArgs&);
   void (*attention)(const RotaryAttentionArgs&);
+  // LoRA (lora.h): multiplies a tile's rows of activations by a part of the matrix A. Null in the part `bytes`, because
+  // adapters are floats.
+  void (*lora_shrink)(DType dtype, const ShrinkJob& job, const ShrinkTile& tile, const ShrinkPart& part);
 };
 
 }  // namespace llmk

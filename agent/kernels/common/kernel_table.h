@@ -21,6 +21,10 @@ struct KernelTable : GeneralKernels {
 
   void linear(const LinearArgs& args) const;
   void rotary_attention(const RotaryAttentionArgs& args) const;
+  // Computes products with a matrix A of an adapter (lora.h). `dtype` is the type of the adapter.
+  void lora_shrink(DType dtype, const ShrinkJob& job, const ShrinkTile& tile, const ShrinkPart& part) const {
+    (dtype == DType::kBFloat16 ? bfloats : floats).lora_shrink(dtype, job, tile, part);
+  }
   // Returns the number of steps in a tile of packed weights, called T in ops/linear.h.
   int64_t tile_steps(WeightFormat format) const { return products(format).tile_steps; }
 

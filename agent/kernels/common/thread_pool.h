@@ -87,10 +87,11 @@ enum ScratchSlot : int {
   kScratchStatic = 16,     // calibrated scales and offsets of inputs, and scales of rows (used by the calling thread)
   kScratchLora = 17,         // products with the matrices A of adapters (used by the calling thread)
   kScratchLoraWeights = 18,  // the adapter of each row of a linear layer (used by the calling thread)
-  kScratchLoraRows = 19,     // activations as floats, for the products with A (used by each thread)
-  kScratchDelta = 20,        // buffers for a value head of gated linear attention (used by each thread)
-  kScratchLinearWords = 21,  // int8 activations, widened to 16 bits (used by the calling thread)
-  kScratchSlots = 22
+  kScratchLoraSplit = 19,    // products with A as two bfloat16 numbers each (used by the calling thread)
+  kScratchLoraRows = 20,     // copied activations, for the products with A (used by each thread)
+  kScratchDelta = 21,        // buffers for a value head of gated linear attention (used by each thread)
+  kScratchLinearWords = 22,  // int8 activations, widened to 16 bits (used by the calling thread)
+  kScratchSlots = 23
 };
 
 }  // namespace llmk

@@ -80,4 +80,33 @@ LLMK_INLINE void multiply_bfloats() {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(S), "i"(X), "i"(W));
 }
 
+// Prefetches the next piece of weights into the L2 cache, a few lines at a time. Many prefetches together would delay
+// the loads of the tiles.
+//
+// The piece is divided into four equal parts, which are prefetched at the same time. They lie in different pages. The
+// hardware prefetcher follows each page separately, at most 20 lines ahead, so one page alone does not use the whole
+// memory bandwidth.
+class Fetch {
+ public:
+  static constexpr int kStreams = 4;
+
+  Fetch(const uint8_t* begin, int64_t bytes)
+      : next_(begin), stream_bytes_(bytes / kStreams), left_(stream_bytes_ / 64) {}
+
+  // Prefetches the next `count` cache lines of each of the kStreams parts.
+  void lines(int64_t count) {
+    count = smaller(count, left_);
+    left_ -= count;
+    for (int64_t i = 0; i < count; ++i, next_ += 64) {
+      LLMK_UNROLL
+      for (int stream = 0; stream < kStreams; ++stream) __builtin_prefetch(next_ + stream * stream_bytes_, 0, 2);
+    }
+  }
+
+ private:
+  const uint8_t* next_;
+  int64_t stream_bytes_;
+  int64_t left_;
+};
+
 }  // namespace llmk::LLMK_ARCH

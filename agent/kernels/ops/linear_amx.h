@@ -12,6 +12,7 @@
 #include "amx_tiles.h"
 #include "linear_epilogue.h"
 #include "linear_tiles.h"
+#include "lora_amx.h"
 
 namespace llmk::LLMK_ARCH {
 
@@ -24,6 +25,7 @@ struct ByteTiles16 {
   using X = int8_t;
   static constexpr int64_t kDepth = 4 * kAmxSteps;  // number of depths that one tile product covers
   static constexpr Scaling kScaling = Scaling::kUnsignedBoth;
+  static constexpr bool kExpands = false;  // true: tiles also compute the products with B of adapters
   template <int S, int A, int W>
   LLMK_INLINE void multiply_tiles() {
     multiply_bytes<S, A, W>();
@@ -35,6 +37,7 @@ struct BFloatTiles16 {
   using X = bfloat_t;
   static constexpr int64_t kDepth = 2 * kAmxSteps;
   static constexpr Scaling kScaling = Scaling::kNone;
+  static constexpr bool kExpands = true;
   template <int S, int A, int W>
   LLMK_INLINE void multiply_tiles() {
     multiply_bfloats<S, A, W>();
@@ -50,35 +53,6 @@ static inline bool fits_tiles(const LinearJob& job) {
   return job.header.depth % (kAmxSteps * job.shape.step_depth) == 0;
 }
 
-// Prefetches the next chunk of weights into the L2 cache, a few lines at a time. Many prefetches together would delay
-// the loads of the tiles.
-//
-// The chunk is divided into four equal parts, which are prefetched at the same time. They lie in different pages. The
-// hardware prefetcher follows each page separately, at most 20 lines ahead, so one page alone does not use the whole
-// memory bandwidth.
-class Fetch {
- public:
-  static constexpr int kStreams = 4;
-
-  Fetch(const uint8_t* begin, int64_t bytes)
-      : next_(begin), stream_bytes_(bytes / kStreams), left_(stream_bytes_ / 64) {}
-
-  // Prefetches the next `count` cache lines of each of the kStreams parts.
-  void lines(int64_t count) {
-    count = smaller(count, left_);
-    left_ -= count;
-    for (int64_t i = 0; i < count; ++i, next_ += 64) {
-      LLMK_UNROLL
-      for (int stream = 0; stream < kStreams; ++stream) __builtin_prefetch(next_ + stream * stream_bytes_, 0, 2);
-    }
-  }
-
- private:
-  const uint8_t* next_;
-  const int64_t stream_bytes_;
-  int64_t left_;
-};
-
 // Applies the epilogue (scales, bias, activation, store) to rows whose sums are complete. Each call processes a few
 // rows of half a panel (32 columns), so that the caller can run tile products between two calls.
 template <class Finish>
@@ -87,13 +61,14 @@ class Finishing {
   Finishing(const LinearJob& job, int64_t panel)
       : job_(job), halves_{{job, panel, 0, Finish::kStores}, {job, panel, 1, Finish::kStores}} {}
 
-  // Sets the rows that the next calls of some() process. First processes the remaining rows of the previous block.
-  void begin(int half, int64_t row, int64_t rows, const float* sums) {
-    some(rows_);
+  // Sets the rows that the next calls of some() process. The caller must first process all rows of the previous block.
+  // `products` has the products with B of adapters, or is null if the epilogue must compute them.
+  void begin(int half, int64_t row, int64_t rows, const float* sums, const float* products) {
     half_ = &halves_[half];
     row_ = row;
     rows_ = rows;
     sums_ = sums;
+    products_ = products;
   }
 
   // Applies the epilogue to the next `count` rows, or to all remaining rows if there are fewer. Not inlined, because
@@ -101,7 +76,8 @@ class Finishing {
   __attribute__((noinline)) void some(int64_t count) {
     if (rows_ == 0) return;
     count = smaller(count, rows_);
-    Finish::finish_rows(job_, *half_, row_, count, sums_);
+    Finish::finish_rows(job_, *half_, row_, count, sums_, products_);
+    if (products_ != nullptr) products_ += count * 2 * kLanes;
     row_ += count;
     rows_ -= count;
     sums_ += count * kPanelColumns;
@@ -112,7 +88,7 @@ class Finishing {
   const HalfPanel halves_[2];
   const HalfPanel* half_ = nullptr;
   int64_t row_ = 0, rows_ = 0;
-  const float* sums_ = nullptr;
+  const float *sums_ = nullptr, *products_ = nullptr;
 };
 
 // Prepares tile T for adding products. For the first chunk of the depth, clears the tile. For a later chunk, loads the
@@ -145,11 +121,13 @@ struct TiledForm {
     float* sums = static_cast<float*>(thread_scratch(kScratchLinearTile, kept * kPanelColumns * 4));
     const uint8_t* weights = job.panels + panel * job.shape.panel_bytes;
     Finishing<Finish> finishing(job, panel);
+    Adapters adapters(job, panel, row, row_end, units * 2);
     for (int half = 0; half < 2; ++half) {
       for (int64_t c = 0; c < chunks; ++c) {
         const int64_t begin = units * c / chunks, end = units * (c + 1) / chunks;
-        const Chunk chunk{weights + (half * units + begin) * 2 * kTileBytes, half, begin, end, c == 0, c == chunks - 1};
-        multiply_chunk(job, chunk, row, rows, sums, chunks == 1, &finishing);
+        const uint8_t* from = weights + (half * units + begin) * 2 * kTileBytes;
+        const Chunk chunk{from, panel, half, begin, end, c == 0, c == chunks - 1};
+        multiply_chunk(job, chunk, row, rows, sums, chunks == 1, &finishing, &adapters);
       }
     }
     finishing.some(kBlockOfRows);
@@ -159,6 +137,8 @@ struct TiledForm {
  private:
   static constexpr int64_t kChunkUnits = 12;  // 24 KB; a unit is one tile of each of the two vectors of half a panel
   static constexpr int64_t kBlockOfRows = 2 * kAmxRows;
+  // Number of lines of each stream of Fetch that are prefetched with the products with B of an adapter.
+  static constexpr int64_t kLinesOfAdapter = 8;
 
   // The activations of up to 32 rows: rows 0 to 15 for the upper tile, rows 16 to 31 for the lower tile. `stride` is
   // the distance between rows in bytes.
@@ -169,9 +149,27 @@ struct TiledForm {
 
   struct Chunk {
     const uint8_t* weights;  // tiles of the first and of the second vector of half a panel, in turn
+    int64_t panel;
     int half;
     int64_t begin, end;  // range of units in the depth
     bool first, last;
+  };
+
+  // The adapters of the rows of a task.
+  struct Adapters {
+    AdapterFetch fetch;
+    int64_t lines = 0;  // number of cache lines that are prefetched during each of the task's `units` units
+    int64_t count = 0;  // number of different adapters of up to 16 rows, if `on_tiles`
+    ExpandTiles expand;
+    bool on_tiles;  // true: `expand` computes the products with B. Otherwise the epilogue computes them.
+
+    Adapters(const LinearJob& job, int64_t panel, int64_t row, int64_t row_end, int64_t units)
+        : expand(job.args.lora, job.split), on_tiles(job.split.values != nullptr) {
+      if (job.args.lora == nullptr) return;
+      fetch = AdapterFetch(*job.args.lora, panel, row, row_end);
+      lines = ceil_div(fetch.lines(), units);
+      if (on_tiles && row_end - row <= kAmxRows) count = expand.count_adapters(row, row_end);
+    }
   };
 
   static Rows rows_at(const LinearJob& job, int64_t row, int64_t upper, int64_t unit) {
@@ -183,7 +181,7 @@ struct TiledForm {
   // parts: a block uses one of them, and the next block uses the other. Otherwise `sums` has room for all rows.
   template <class Finishing>
   static void multiply_chunk(const LinearJob& job, const Chunk& chunk, int64_t row, int64_t rows, float* sums,
-                             bool alternate, Finishing* finishing) {
+                             bool alternate, Finishing* finishing, Adapters* adapters) {
     const int64_t blocks = ceil_div(rows, kBlockOfRows), units = chunk.end - chunk.begin;
     Fetch fetch(chunk.weights + units * 2 * kTileBytes, units * 2 * kTileBytes);
     const int64_t lines = ceil_div(2 * kTileBytes / 64, blocks * Fetch::kStreams),
@@ -197,6 +195,7 @@ struct TiledForm {
       float* to = sums + (alternate ? b % 2 * kBlockOfRows : begin) * kPanelColumns + chunk.half * 2 * kLanes;
       const auto meanwhile = [&] {
         fetch.lines(lines);
+        if (adapters->lines > 0) adapters->fetch.fetch(adapters->lines);
         finishing->some(finished);
       };
       if (count > upper) {
@@ -206,7 +205,17 @@ struct TiledForm {
         multiply_block<false>(rows_at(job, row + begin, upper, chunk.begin), chunk.weights, units, chunk.first, to,
                               nullptr, meanwhile);
       }
-      if (chunk.last) finishing->begin(chunk.half, row + begin, count, to);
+      if (!chunk.last) continue;
+      finishing->some(kBlockOfRows);
+      const float* products = nullptr;
+      if constexpr (Kind::kExpands) {
+        if (adapters->on_tiles) {
+          const int64_t vector = chunk.panel * 4 + chunk.half * 2;
+          adapters->expand.compute(vector, row + begin, upper, count - upper, [] {});
+          products = adapters->expand.products();
+        }
+      }
+      finishing->begin(chunk.half, row + begin, count, to, products);
     }
   }
 
@@ -247,15 +256,31 @@ struct TiledForm {
     alignas(64) float sums[kAmxRows * kPanelColumns];
     const int64_t units = job.shape.steps / kAmxSteps;
     const uint8_t* w = job.panels + panel * job.shape.panel_bytes;
+    Fetch fetch(w, 0);
     configure_tiles(rows, 0);
     const Rows x = rows_at(job, row, 0, 0);
+    Adapters adapters(job, panel, row, row + rows, units * 2);
     for (int half = 0; half < 2; ++half, w += units * 2 * kTileBytes) {
-      Fetch fetch(w + units * 2 * kTileBytes, units * 2 * kTileBytes);
-      multiply_block<false>(x, w, units, true, sums + half * 2 * kLanes, nullptr,
-                            [&] { fetch.lines(2 * kTileBytes / 64 / Fetch::kStreams); });
+      fetch = Fetch(w + units * 2 * kTileBytes, units * 2 * kTileBytes);
+      const int64_t kept = half == 1 ? kLinesOfAdapter * adapters.count : 0;
+      const int64_t lines = ceil_div(larger(0, 2 * kTileBytes / 64 * units / Fetch::kStreams - kept), units);
+      multiply_block<false>(x, w, units, true, sums + half * 2 * kLanes, nullptr, [&] {
+        fetch.lines(lines);
+        if (adapters.lines > 0) adapters.fetch.fetch(adapters.lines);
+      });
+    }
+    for (int half = 0; half < 2; ++half) {
+      const float* products = nullptr;
+      if constexpr (Kind::kExpands) {
+        if (adapters.on_tiles) {
+          adapters.expand.compute(panel * 4 + half * 2, row, rows, 0, [&] { fetch.lines(kLinesOfAdapter / 2); });
+          products = adapters.expand.products();
+        }
+      }
+      const HalfPanel to(job, panel, half, Finish::kStores);
+      Finish::finish_rows(job, to, row, rows, sums + half * 2 * kLanes, products);
     }
     release_tiles();
-    for (int half = 0; half < 2; ++half) Finish::finish_half(job, panel, half, row, rows, sums + half * 2 * kLanes);
   }
 };
 

@@ -22,7 +22,10 @@ static void run_bfloats(LinearJob* job) {
 #if defined(LLMK_BF16_DOT) || defined(LLMK_NEON_BF16)
   rows_as_bfloats(job);
 #ifdef LLMK_AMX
-  if (fits_tiles(*job)) return run_tiles<TiledForm<BFloatTiles16>>(*job);
+  if (fits_tiles(*job)) {
+    if (job->args.lora != nullptr) job->split = split_rows(*job->args.lora, job->args.rows);
+    return run_tiles<TiledForm<BFloatTiles16>>(*job);
+  }
 #endif
 #ifdef LLMK_NEON_BF16
   run_panels<PlainForm<BFloatMatrixStep>>(*job);

@@ -28,6 +28,7 @@ struct LinearJob {
   // Applies the epilogue to 32 columns of a panel: vectors 2 * half and 2 * half + 1. In a gated weight, these are the
   // gate and the factor `up`.
   void (*finish)(const LinearJob&, int64_t panel, int half, int64_t row, int64_t count, const float* sums);
+  SplitRows split;  // on AMX with bfloat16: the products with A of adapters, for the products with B on tiles
 };
 
 // Returns a key for the arg-max: a larger value has a larger key. If two values are equal, the lower index gives the
@@ -123,15 +124,17 @@ template <Scaling kScaling, bool kGated, bool kBest, class T>
 struct Finish {
   static constexpr int kStores = kGated ? 1 : 2;
 
-  // Applies the epilogue to `count` rows. Copies the members of `job` to local variables first. Otherwise the compiler
+  // Applies the epilogue to `count` rows. `products` has the products with B of adapters, or is null (AdapterAddition).
+  // Copies the members of `job` to local variables first. Otherwise the compiler
   // would load them again after each store, because the store could have changed them.
-  static void finish_rows(const LinearJob& job, const HalfPanel& to, int64_t row, int64_t count, const float* sums) {
+  static void finish_rows(const LinearJob& job, const HalfPanel& to, int64_t row, int64_t count, const float* sums,
+                          const float* products = nullptr) {
     constexpr bool kByRow = kScaling != Scaling::kNone && kScaling != Scaling::kColumn;
     const float *scales = to.scales, *bias = to.bias, *row_scales = job.rows.scales;
     const int32_t *row_sums = job.rows.sums, *sum_offsets = to.sum_offsets;
     const int64_t columns[2] = {to.column[0], to.column[1]}, out_stride = job.args.out_stride;
     const LoraRows* lora = job.args.lora;
-    AdapterAddition adapters(lora, to.first / kLanes, row);
+    AdapterAddition adapters(lora, to.first / kLanes, row, products);
     const Gate gate = static_cast<Gate>(job.header.gated);
     const bool whole = to.whole, stores = job.args.out != nullptr;
     const bool rounds = job.args.epilogue == Epilogue::kGatedRounded;

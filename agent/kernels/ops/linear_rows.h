@@ -13,7 +13,7 @@ static inline void run_linear(const LinearArgs& args, const Run& run) {
   const PackedWeightHeader& header = header_of(args.weight);
   LinearJob job{args,    header, weight_shape(header), static_cast<const uint8_t*>(args.weight) + sizeof(header),
                 bias_of(args.weight), static_inputs_of(args.weight).sum_offsets, nullptr, 0, QuantizedRows{}, nullptr,
-                nullptr};
+                nullptr, SplitRows{}};
   if (args.best_ids != nullptr) {
     job.best = static_cast<uint64_t*>(thread_scratch(kScratchLinearBest, args.rows * 8));
     for (int64_t row = 0; row < args.rows; ++row) job.best[row] = best_key(-INFINITY, 0);

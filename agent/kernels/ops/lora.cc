@@ -20,13 +20,16 @@ std::unordered_map<const void*, std::vector<const LoraWeight*>>& adapters() {
 struct Memory {
   const LoraWeight* const* weights;  // [rows] the adapter of each row, or null
   float* shrunk;                     // [rows][stride]: products with A
+  float* sums;                       // [parts of the depth][rows][stride]
   ShrinkTile* tiles;                 // at most one for each row
   int32_t* order;                    // [rows] rows with an adapter, grouped by adapter
 
-  Memory(const LoraWeight* const* row_weights, int64_t rows, int64_t stride) : weights(row_weights) {
-    const int64_t row_bytes = static_cast<int64_t>(sizeof(*tiles) + sizeof(*order)) + stride * 4;
-    shrunk = static_cast<float*>(thread_scratch(kScratchLora, rows * row_bytes));
-    tiles = reinterpret_cast<ShrinkTile*>(shrunk + rows * stride);
+  Memory(const LoraWeight* const* row_weights, int64_t rows, int64_t stride, int64_t parts) : weights(row_weights) {
+    const int64_t floats = rows * stride;
+    const int64_t bytes = rows * static_cast<int64_t>(sizeof(*tiles) + sizeof(*order)) + (1 + parts) * floats * 4;
+    shrunk = static_cast<float*>(thread_scratch(kScratchLora, bytes));
+    sums = shrunk + floats;
+    tiles = reinterpret_cast<ShrinkTile*>(sums + parts * floats);
     order = reinterpret_cast<int32_t*>(tiles + rows);
   }
 };
@@ -46,7 +49,7 @@ int64_t find_weights(const std::vector<const LoraWeight*>& by_slot, const int32_
 
 // Divides the rows that have an adapter into tiles. All rows of a tile have the same adapter. Returns the number of
 // tiles.
-int64_t make_tiles(const Memory& memory, int64_t rows, int64_t stride, const char* x, int64_t row_bytes) {
+int64_t make_tiles(const Memory& memory, int64_t rows) {
   int64_t count = 0, tiles = 0;
   for (int64_t row = 0; row < rows; ++row) {
     if (memory.weights[row] != nullptr) memory.order[count++] = static_cast<int32_t>(row);
@@ -55,17 +58,49 @@ int64_t make_tiles(const Memory& memory, int64_t rows, int64_t stride, const cha
     return std::less<const void*>()(memory.weights[a], memory.weights[b]);
   });
   for (int64_t i = 0; i < count; ++i) {
-    const int32_t row = memory.order[i];
+    const LoraWeight* weight = memory.weights[memory.order[i]];
     ShrinkTile* tile = tiles == 0 ? nullptr : &memory.tiles[tiles - 1];
-    if (tile == nullptr || tile->rows == kShrinkRows || tile->weight != memory.weights[row]) {
-      tile = &memory.tiles[tiles++];
-      tile->weight = memory.weights[row];
-      tile->rows = 0;
+    if (tile == nullptr || tile->count == kShrinkRows || tile->weight != weight) {
+      memory.tiles[tiles++] = {weight, memory.order + i, 1};
+    } else {
+      ++tile->count;
     }
-    tile->x[tile->rows] = x + row * row_bytes;
-    tile->out[tile->rows++] = memory.shrunk + row * stride;
   }
   return tiles;
+}
+
+// Returns a part of the depth of a rank group of A.
+const char* part_of_a(const LoraWeight& weight, int64_t group, int64_t part) {
+  const int64_t depths = group * (weight.depth + weight.depth % 2) + part * kShrinkDepth;
+  return static_cast<const char*>(weight.a) + depths * kRankLanes * size_of(static_cast<DType>(weight.dtype));
+}
+
+// Sets the part of A that the task after `at` reads. `weight` is the adapter of this task. `next_weight` is the adapter
+// of the next tile, or null.
+void set_next(const LoraWeight& weight, const LoraWeight* next_weight, int64_t parts, ShrinkPart* at) {
+  int64_t next = at->group * parts + at->part + 1;
+  if (next == weight.rank_groups * parts) next = 0;
+  const LoraWeight* from = next == 0 ? next_weight : &weight;
+  if (from == nullptr) return;
+  at->next = part_of_a(*from, next / parts, next % parts);
+  const int64_t depth = smaller(kShrinkDepth, weight.depth - next % parts * kShrinkDepth);
+  at->next_bytes = depth * kRankLanes * size_of(static_cast<DType>(weight.dtype));
+}
+
+// Adds the parts of the depth and multiplies the sums by the scales.
+void join_parts(const Memory& memory, const ShrinkJob& job, int64_t rows, int64_t parts) {
+  for (int64_t row = 0; row < rows; ++row) {
+    if (memory.weights[row] == nullptr) continue;
+    const float* scales = memory.weights[row]->scales;
+    const int64_t ranks = memory.weights[row]->rank_groups * kRankLanes;
+    const float* sums = job.sums + row * job.stride;
+    float* out = memory.shrunk + row * job.stride;
+    for (int64_t i = 0; i < ranks; ++i) {
+      float total = sums[i];
+      for (int64_t part = 1; part < parts; ++part) total += sums[part * job.part_stride + i];
+      out[i] = total * scales[i];
+    }
+  }
 }
 
 }  // namespace
@@ -84,13 +119,20 @@ bool shrink_rows(const void* packed_weight, const int32_t* slots, int64_t rows, 
       thread_scratch(kScratchLoraWeights, rows * static_cast<int64_t>(sizeof(const LoraWeight*))));
   const int64_t groups = find_weights(found->second, slots, rows, weights);
   if (groups == 0) return false;
-  const int64_t stride = groups * kRankLanes;
-  const Memory memory(weights, rows, stride);
-  const int64_t tiles = make_tiles(memory, rows, stride, static_cast<const char*>(x), x_stride * size_of(dtype));
-  parallel_for(tiles * groups, [&](int64_t task) {
-    const ShrinkTile& tile = memory.tiles[task / groups];
-    if (task % groups < tile.weight->rank_groups) kernels().lora_shrink(tile, task % groups);
+  const int64_t stride = groups * kRankLanes, parts = ceil_div(header_of(packed_weight).depth, kShrinkDepth);
+  const Memory memory(weights, rows, stride, parts);
+  const int64_t tiles = make_tiles(memory, rows);
+  const ShrinkJob job{static_cast<const char*>(x), x_stride * size_of(dtype), memory.sums, stride, rows * stride};
+  // Consecutive tasks read consecutive memory of an adapter.
+  parallel_stretches(tiles * groups * parts, [&](int64_t task) {
+    const ShrinkTile* tile = &memory.tiles[task / (groups * parts)];
+    ShrinkPart at{task / parts % groups, task % parts, nullptr, nullptr, 0};
+    if (at.group >= tile->weight->rank_groups) return;
+    at.a = part_of_a(*tile->weight, at.group, at.part);
+    set_next(*tile->weight, tile + 1 < memory.tiles + tiles ? tile[1].weight : nullptr, parts, &at);
+    kernels().lora_shrink(dtype, job, *tile, at);
   });
+  join_parts(memory, job, rows, parts);
   *out = {weights, memory.shrunk, stride};
   return true;
 }

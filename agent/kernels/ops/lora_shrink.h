@@ -7,64 +7,81 @@
 namespace llmk::LLMK_ARCH {
 
 // How far ahead of its loads shrink_group() prefetches A, in bytes. With one row per adapter, memory limits the speed.
-// An iteration reads one cache line of A and prefetches one. If A has floats instead of 16-bit values, an iteration
-// reads two lines and prefetches only one.
 constexpr int64_t kShrinkAhead = 4096;
 
-// Multiplies R rows by one rank group: 16 rows of A. `x` has the activations as floats, with `depth` floats per row.
+// Loads the numbers of two depths or two ranks (LoraWeight).
+template <class W>
+LLMK_INLINE void load_pair(const W* p, Vec* first, Vec* second) {
+  *first = load(p);
+  *second = load(p + kLanes);
+}
+LLMK_INLINE void load_pair(const bfloat_t* p, Vec* first, Vec* second) {
+  const Ints pairs = load_ints(p);
+  *first = low_bfloats(pairs);
+  *second = high_bfloats(pairs);
+}
+constexpr int64_t kPair = 2 * kLanes;  // numbers of a pair
+
+// Multiplies R rows by `depth` depths of one rank group: 16 rows of A. `x` has the activations as floats, with
+// kShrinkDepth floats per row. out[r] receives the sums of row r.
 template <int R, class W>
-static void shrink_group(const ShrinkTile& tile, int64_t group, const float* x) {
-  const int64_t depth = tile.weight->depth;
-  const W* a = static_cast<const W*>(tile.weight->a) + group * depth * kRankLanes;
-  Vec even[R], odd[R];
+static void shrink_group(const W* a, const float* x, int64_t depth, float* const* out) {
+  Vec even[R], odd[R], first, second;
   LLMK_UNROLL
   for (int r = 0; r < R; ++r) even[r] = odd[r] = zero();
   int64_t k = 0;
-  for (; k + 1 < depth; k += 2, a += 2 * kRankLanes) {
+  for (; k + 1 < depth; k += 2, a += kPair) {
     __builtin_prefetch(reinterpret_cast<const char*>(a) + kShrinkAhead, 0, 2);
-    const Vec first = load(a), second = load(a + kRankLanes);
+    if (sizeof(W) == 4) __builtin_prefetch(reinterpret_cast<const char*>(a) + kShrinkAhead + 64, 0, 2);
+    load_pair(a, &first, &second);
     LLMK_UNROLL
     for (int r = 0; r < R; ++r) {
-      even[r] = fma(broadcast(x[r * depth + k]), first, even[r]);
-      odd[r] = fma(broadcast(x[r * depth + k + 1]), second, odd[r]);
+      even[r] = fma(broadcast(x[r * kShrinkDepth + k]), first, even[r]);
+      odd[r] = fma(broadcast(x[r * kShrinkDepth + k + 1]), second, odd[r]);
     }
   }
   if (k < depth) {
-    const Vec last = load(a);
+    load_pair(a, &first, &second);
     LLMK_UNROLL
-    for (int r = 0; r < R; ++r) even[r] = fma(broadcast(x[r * depth + k]), last, even[r]);
+    for (int r = 0; r < R; ++r) even[r] = fma(broadcast(x[r * kShrinkDepth + k]), first, even[r]);
   }
-  const Vec scale = load(tile.weight->scales + group * kRankLanes);
   LLMK_UNROLL
-  for (int r = 0; r < R; ++r) store(tile.out[r] + group * kRankLanes, mul(add(even[r], odd[r]), scale));
+  for (int r = 0; r < R; ++r) store(out[r], add(even[r], odd[r]));
 }
 
+// Computes sums of A x for the rows of a tile and one part of A.
 template <class W>
-static void shrink_as(const ShrinkTile& tile, int64_t group) {
-  const int64_t depth = tile.weight->depth;
-  float* x = static_cast<float*>(thread_scratch(kScratchLoraRows, kShrinkRows * depth * 4));
-  for (int32_t r = 0; r < tile.rows; ++r) {
-    const W* from = static_cast<const W*>(tile.x[r]);
-    for (int64_t k = 0; k < depth; k += kLanes) {
-      store_part(x + r * depth + k, load_part(from + k, depth - k), depth - k);
+static void lora_shrink(const ShrinkJob& job, const ShrinkTile& tile, const ShrinkPart& at) {
+  constexpr int kRows = 4;  // rows that are computed together
+  const int64_t begin = at.part * kShrinkDepth, depth = smaller(kShrinkDepth, tile.weight->depth - begin);
+  const W* a = static_cast<const W*>(at.a);
+  alignas(64) float x[kRows * kShrinkDepth];
+  for (int32_t first = 0; first < tile.count; first += kRows) {
+    const int rows = static_cast<int>(smaller(kRows, tile.count - first));
+    float* out[kRows];
+    for (int r = 0; r < rows; ++r) {
+      const int64_t row = tile.rows[first + r];
+      const W* from = reinterpret_cast<const W*>(job.x + row * job.x_stride) + begin;
+      float* to = x + r * kShrinkDepth;
+      for (int64_t k = 0; k < depth; k += kLanes) store_part(to + k, load_part(from + k, depth - k), depth - k);
+      out[r] = job.sums + at.part * job.part_stride + row * job.stride + at.group * kRankLanes;
+    }
+    switch (rows) {
+      case 1: shrink_group<1>(a, x, depth, out); break;
+      case 2: shrink_group<2>(a, x, depth, out); break;
+      case 3: shrink_group<3>(a, x, depth, out); break;
+      default: shrink_group<4>(a, x, depth, out);
     }
   }
-  static_assert(kShrinkRows == 4, "a case for each number of rows");
-  switch (tile.rows) {
-    case 1: return shrink_group<1, W>(tile, group, x);
-    case 2: return shrink_group<2, W>(tile, group, x);
-    case 3: return shrink_group<3, W>(tile, group, x);
-    default: return shrink_group<4, W>(tile, group, x);
-  }
 }
 
-// Computes scale * (A x) for the rows of a tile and one rank group.
-static void lora_shrink(const ShrinkTile& tile, int64_t group) {
-  const DType dtype = static_cast<DType>(tile.weight->dtype);
-  if (dtype == DType::kFloat16) return shrink_as<half_t>(tile, group);
-  if (dtype == DType::kBFloat16) return shrink_as<bfloat_t>(tile, group);
-  shrink_as<float>(tile, group);
-}
+// Products with A, each as the sum of a larger and a smaller bfloat16 number (lora_amx.h). For each rank group, a row
+// has the 16 larger numbers, then the 16 smaller numbers.
+struct SplitRows {
+  const bfloat_t* values = nullptr;  // [rows][stride]; null: no row has an adapter
+  const float* floats = nullptr;     // the same numbers as floats
+  int64_t stride = 0;
+};
 
 // Prefetches the parts of B for a panel. Without prefetches, the epilogue would wait for memory. The caller prefetches
 // a few cache lines at a time. Many prefetches together would fill the miss buffers of the core, and the loads of
@@ -93,6 +110,13 @@ class AdapterFetch {
       __builtin_prefetch(vectors + kVectors, 0, 3);
       parts_[count_++] = part;
     }
+  }
+
+  // Returns the number of cache lines to prefetch.
+  int64_t lines() const {
+    int64_t total = 0;
+    for (int i = 0; i < count_; ++i) total += ceil_div(parts_[i].end - parts_[i].at, 64);
+    return total;
   }
 
   // Prefetches the next `lines` cache lines of the parts of B.
@@ -136,25 +160,18 @@ constexpr int kExpandRows = 6;
 template <int R, class W>
 static void expand(const LoraWeight& weight, int64_t vector, const float* shrunk, int64_t stride, float* products) {
   const LoraVector& part = weight.vectors[vector];
-  const int64_t count = part.num_ranks;
   const W* b = static_cast<const W*>(weight.b) + part.begin;
   const float* t = shrunk + part.first_rank;
-  Vec even[R], odd[R];
+  Vec even[R], odd[R], first, second;
   LLMK_UNROLL
   for (int r = 0; r < R; ++r) even[r] = odd[r] = zero();
-  int64_t j = 0;
-  for (; j + 1 < count; j += 2, b += 2 * kLanes) {
-    const Vec first = load(b), second = load(b + kLanes);
+  for (int64_t j = 0; j < part.num_ranks; j += 2, b += kPair) {
+    load_pair(b, &first, &second);
     LLMK_UNROLL
     for (int r = 0; r < R; ++r) {
       even[r] = fma(broadcast(t[r * stride + j]), first, even[r]);
       odd[r] = fma(broadcast(t[r * stride + j + 1]), second, odd[r]);
     }
-  }
-  if (j < count) {
-    const Vec last = load(b);
-    LLMK_UNROLL
-    for (int r = 0; r < R; ++r) even[r] = fma(broadcast(t[r * stride + j]), last, even[r]);
   }
   LLMK_UNROLL
   for (int r = 0; r < R; ++r) store(products + r * 2 * kLanes, add(even[r], odd[r]));
@@ -174,18 +191,20 @@ static void expand_rows(const LoraWeight& weight, int64_t vector, int64_t rows, 
 // rows in ascending order. Consecutive rows with the same adapter are computed together.
 class AdapterAddition {
  public:
-  AdapterAddition(const LoraRows* lora, int64_t vector, int64_t row)
-      : lora_(lora), vector_(vector), begin_(row), end_(row) {}
+  // `products` [rows][32] has the products of the rows from `row` on. If it is null, this class computes them.
+  AdapterAddition(const LoraRows* lora, int64_t vector, int64_t row, const float* products)
+      : lora_(lora), given_(products), vector_(vector), first_(row), begin_(row), end_(row) {}
 
   // Adds the products of `row` to its 32 outputs. `row_end` is the end of the tile's rows.
   void add_to(int64_t row, int64_t row_end, Vec (&values)[2]) {
-    if (row == end_) compute(row, row_end);
+    if (given_ == nullptr && row == end_) compute(row, row_end);
     const LoraWeight* weight = lora_->weights[row];
     if (weight == nullptr) return;
+    const float* products = given_ == nullptr ? products_[row - begin_] : given_ + (row - first_) * 2 * kLanes;
     LLMK_UNROLL
     for (int v = 0; v < 2; ++v) {
       if (weight->vectors[vector_ + v].num_ranks == 0) continue;
-      values[v] = add(values[v], load(products_[row - begin_] + v * kLanes));
+      values[v] = add(values[v], load(products + v * kLanes));
     }
   }
 
@@ -214,7 +233,8 @@ class AdapterAddition {
   }
 
   const LoraRows* lora_;
-  int64_t vector_, begin_, end_;  // `products_` has the rows [begin_, end_)
+  const float* given_;
+  int64_t vector_, first_, begin_, end_;  // `products_` has the rows [begin_, end_)
   float products_[kExpandRows][2 * kLanes];
 };
 
