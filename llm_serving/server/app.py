@@ -31,6 +31,7 @@ from llm_serving.sessions.book import SessionBook
 from llm_serving.telemetry.adapter_metrics import AdapterCollector
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
+from llm_serving.telemetry.node_metrics import NodeCollector
 from llm_serving.tracing.export import Tracing
 from llm_serving.tracing.trace import TRACE, HttpTrace
 
@@ -57,6 +58,7 @@ def create_app(
         grammars = GrammarCompiler(engine.tokenizer, settings.vocab_size, sorted(engine.end_token_ids))
     state = ServerState(engine, log, metrics, settings, ENDPOINTS, access, grammars, tracing, batches=batches)
     metrics.registry.register(AdapterCollector(lambda: state.engine.adapters))
+    metrics.registry.register(NodeCollector(lambda: state.engine.nodes))
     if isinstance(config, Config):
         state.sessions = SessionBook(config.kv_tier_config.sessions_per_key, time.time)
     return ServerApp(state)

@@ -12,14 +12,18 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry
 
 from llm_serving.cluster import messages as link
 from llm_serving.cluster.dialling import Address, NodeBusyError, NodeRefusedError, dial, read_address
 from llm_serving.cluster.key import ClusterKey, make_key
+from llm_serving.cluster.nodes import NodeState
 from llm_serving.cluster.program import difference, model_difference, own_program
 from llm_serving.cluster.remote_group import RemoteGroup
 from llm_serving.errors import AgentStartError, ConfigError, ProtocolError
 from llm_serving.ipc import messages
+from llm_serving.telemetry.node_metrics import NodeCollector
+from support.block_node import wait_for
 from support.cluster import new_key
 from support.small_configs import small_config
 from support.time_limits import time_limit
@@ -235,3 +239,17 @@ def test_differences_of_model_files_are_named():
     assert model_difference(files, changed) == (
         "a.safetensors differs: it is 5 bytes, digest 9 on the node, 5 bytes, digest 1 on the server"
     )
+
+
+def test_metrics_count_the_nodes_of_each_state(make_node, pool):
+    registry = CollectorRegistry()
+    nodes = [None]
+    registry.register(NodeCollector(lambda: nodes[0]))
+    assert registry.get_sample_value("llm_serving_nodes", {"state": "free"}) is None
+    nodes[0] = pool
+    pool.add(make_node().address)
+    pool.drain(pool.add("127.0.0.1:9").name, 0.0)
+    wait_for(lambda: registry.get_sample_value("llm_serving_nodes", {"state": "free"}) == 1)
+    states = [each.value for each in NodeState]
+    counts = {each: registry.get_sample_value("llm_serving_nodes", {"state": each}) for each in states}
+    assert counts == {each: float(each in ("free", "drained")) for each in states}

@@ -14,6 +14,7 @@ from llm_serving.telemetry import hand_over_metrics
 from llm_serving.telemetry.adapter_metrics import AdapterCollector
 from llm_serving.telemetry.metrics import Metrics
 from llm_serving.telemetry.model_metrics import ModelCollector
+from llm_serving.telemetry.node_metrics import NodeCollector
 from llm_serving.telemetry.npu_metrics import NpuCollector
 from llm_serving.telemetry.npu_smi import Chip
 from llm_serving.telemetry.shadow_metrics import ShadowCollector
@@ -61,6 +62,7 @@ def metrics_page() -> str:
     metrics.registry.register(npus)
     metrics.registry.register(_energy())
     metrics.registry.register(AdapterCollector(lambda: SimpleNamespace(max_adapters=1, open_requests={"": 0})))
+    metrics.registry.register(NodeCollector(lambda: SimpleNamespace(status=list)))
     model = _Status(name="", state="ready")
     metrics.registry.register(ModelCollector(lambda: [model], [each.value for each in ModelState]))
     shadow = {"answers": {"compared": 0}, "recommendation": "wait"}
