@@ -27,6 +27,10 @@ from llm_serving.registry.version import RunningVersion
 V = TypeVar("V")
 
 
+class NoFreeNodeError(LLMServingError):
+    """Too few nodes are free for a second version of a model."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Next:
     """The config of the next version, and the memory that it needs."""
@@ -137,13 +141,16 @@ class _Reload(Generic[V]):
         """Returns the other models that must end, so that the old and the new version of this model fit into memory
         together.
 
-        Returns None if they cannot fit together, but the new version fits after the end of the old version. Only
-        ``drain_first`` permits this. Otherwise raises ModelStateError.
+        Returns None if they cannot fit together, or if no node is free for the new version, but the new version fits
+        after the end of the old version. Only ``drain_first`` permits this. Otherwise raises ModelStateError.
         """
         hint = ' Send {"drain_first": true} to end the old version before the new one starts.'
+        problem: Exception
         try:
-            return self._transitions.victims(self._model, self._next.need)
-        except ModelMemoryError as error:
+            victims = self._transitions.victims(self._model, self._next.need)
+            self._check_free_nodes()
+            return victims
+        except (ModelMemoryError, NoFreeNodeError) as error:
             problem = error
         if drain_first:
             hint = ""
@@ -153,6 +160,18 @@ class _Reload(Generic[V]):
             except ModelMemoryError as error:
                 problem = error
         raise ModelStateError(f"The model is not reloaded: {problem}.{hint}", code="model_memory")
+
+    def _check_free_nodes(self) -> None:
+        """Raises NoFreeNodeError if the agents of the new version would wait for nodes that the old version uses."""
+        engine, needed = self._old.engine, self._next.config.parallel_config.nodes_per_replica
+        if engine.nodes is None:
+            return
+        num_free = [node["state"] for node in engine.nodes.status()].count("free")
+        if num_free < needed:
+            raise NoFreeNodeError(
+                f"the first replica of the new version needs {needed} free nodes, and {num_free} are free "
+                f"({engine.nodes_text()})"
+            )
 
     async def switch(self, victims: list[ServedModel[V]], adapters: list[Adapter]) -> None:
         """Starts the new version, with the ``adapters`` of the old version, while the old version serves. New requests

@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -261,6 +262,35 @@ def test_a_reload_without_memory_is_refused_or_drains_first(tmp_path: Path) -> N
         assert models["a"].config.model_config.model_path == "/new"
 
     play(script, tmp_path, {"a": 5})
+
+
+def test_a_reload_without_a_free_node_is_refused_or_drains_first(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        old = models["main"].version
+        assert old is not None
+        nodes = [{"state": "used"}, {"state": "down"}]
+        old.engine.nodes = SimpleNamespace(status=lambda: nodes)  # type: ignore[assignment]
+        with pytest.raises(ModelStateError, match=r"needs 1 free nodes, and 0 are free \(used, down\).*drain_first"):
+            await models.registry.reload(models["main"], None, drain_first=False)
+        assert models.starter.started == []
+        assert models["main"].version is old
+        del old
+        await models.registry.reload(models["main"], None, drain_first=True)
+        assert models.registry.main.view == "main.1"
+
+    play(script, tmp_path, {})
+
+
+def test_a_reload_with_a_free_node_keeps_the_old_version_until_then(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        lease = await models.registry.acquire(models["main"])
+        engine = models["main"].version.engine  # type: ignore[union-attr]
+        engine.nodes = SimpleNamespace(status=lambda: [{"state": "used"}, {"state": "free"}])  # type: ignore[assignment]
+        await models.registry.reload(models["main"], None, drain_first=True)
+        assert models.registry.main.view == "main.1", "the old version still has a request"
+        lease.release()
+
+    play(script, tmp_path, {})
 
 
 def test_the_main_model_may_drain_first_and_the_server_goes_on(tmp_path: Path) -> None:

@@ -34,9 +34,13 @@ class FakeEngine:
         self.ended = asyncio.Event()
         self.stop_reason = "the agents were lost too often"
         self.standby = None
+        self.nodes: Any = None
         self.adapters = AdapterRegistry(2)
         self.is_stopped = False
         self.observers = [Mock(spec=["enter_service"])]
+
+    def nodes_text(self) -> str:
+        return ", ".join(node["state"] for node in self.nodes.status())
 
     async def stop(self) -> None:
         self.is_stopped = True
