@@ -37,8 +37,8 @@ def main():
     subprocess.run([sys.executable, "-c", {CHILD!r}], check=True)  # leaves a process with another parent
     forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
     forked.start()
-    print(forked.pid, flush=True)
     try:
+        print(forked.pid, flush=True)  # the test sends its signal after this line
         time.sleep(600)
     finally:
         print("ended in order", flush=True)

@@ -14,7 +14,7 @@ import pytest
 from performance.bench.ceilings import PROGRAM, measure_ceilings
 
 MULTIPLICATIONS = {
-    "avx2": {"fma": ("vfmadd", 12), "dot_bf16": ("vfmadd", 12), "dot_int8": ("vpmaddwd", 8)},
+    "avx2": {"fma": ("vfmadd", 12), "dot_bf16": ("vfmadd", 12), "dot_int8": ("vpmaddwd", 12)},
     "avx2_vnni": {"fma": ("vfmadd", 12), "dot_bf16": ("vfmadd", 12), "dot_int8": ("{vex} vpdpbusd", 12)},
     "avx512": {"fma": ("vfmadd", 12), "dot_bf16": ("vfmadd", 12), "dot_int8": ("vpmaddwd", 24)},
     "avx512_vnni": {"fma": ("vfmadd", 12), "dot_bf16": ("vfmadd", 12), "dot_int8": ("vpdpbusd", 12)},

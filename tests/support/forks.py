@@ -9,6 +9,7 @@ The command ``python -m support.forks SOCKET DESCRIPTOR MODULE`` runs a fork ser
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import functools
@@ -156,6 +157,13 @@ def _own_folder() -> Path:
     """Makes a folder that is removed when this process ends."""
     _folders.append(tempfile.TemporaryDirectory(prefix="forks-"))
     return Path(_folders[-1].name)
+
+
+@atexit.register
+def _close_connections() -> None:
+    """Closes the connections to fork servers, because Python would warn about open sockets."""
+    for connection in _used:
+        connection.close()
 
 
 def _is_used(address: str) -> bool:

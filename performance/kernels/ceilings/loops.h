@@ -39,8 +39,10 @@ namespace llmk::LLMK_ARCH {
 // for products of bytes. It is lower on the portable set, because these products need more temporary registers there.
 #if defined(LLMK_VEC_AVX512)
 constexpr int kChains = 12, kByteChains = 12;
-#elif defined(LLMK_VEC_AVX2)
+#elif defined(LLMK_VNNI)
 constexpr int kChains = 6, kByteChains = 6;
+#elif defined(LLMK_VEC_AVX2)
+constexpr int kChains = 6;
 #else
 constexpr int kChains = 6, kByteChains = 2;
 #endif
@@ -191,24 +193,26 @@ static int64_t ceiling_dot_bf16(int64_t steps) { return run_steps<bfloat_t>(step
 #ifdef LLMK_NEON_I8MM
 static int64_t ceiling_dot_int8(int64_t steps) { return run_matrix_products<ByteProducts>(steps); }
 #elif defined(LLMK_VEC_AVX2) && !defined(LLMK_VNNI)
-// Multiplies pairs of 16-bit numbers, as the linear layers do.
+// Multiplies pairs of 16-bit numbers, as the linear layers do. Each sum is a variable, because GCC 12 would keep the
+// sums of an array in memory.
 static int64_t ceiling_dot_int8(int64_t steps) {
   alignas(64) int16_t ones[32];
   for (int16_t& one : ones) one = 1;
   hide_memory(ones);
-  const Ints w = load_ints(ones);
-  Ints total[kByteChains];
-  for (Ints& chain : total) {
-    chain = broadcast_int(0);
-    hide(chain);
-  }
+  const Ints w = load_ints(ones), none = broadcast_int(0);
+  Ints a = none, b = none, c = none, d = none, e = none, f = none;
   for (int64_t i = 0; i < steps; ++i) {
     hide_memory(ones);
-    LLMK_UNROLL
-    for (int c = 0; c < kByteChains; ++c) add_product(&total[c], w, ones);
+    add_product(&a, w, ones);
+    add_product(&b, w, ones);
+    add_product(&c, w, ones);
+    add_product(&d, w, ones);
+    add_product(&e, w, ones);
+    add_product(&f, w, ones);
   }
-  keep(total, kByteChains);
-  return steps * kByteChains * 32 * 2;
+  Ints total[] = {a, b, c, d, e, f};
+  keep(total, 6);
+  return steps * 6 * 32 * 2;
 }
 #else
 static int64_t ceiling_dot_int8(int64_t steps) {
