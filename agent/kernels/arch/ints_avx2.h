@@ -113,12 +113,15 @@ LLMK_INLINE void add_product(Ints* total, Ints a, const int16_t* x) {
         [product] "=&x"(product)
       : [low] "x"(a.low), [high] "x"(a.high), [x] "m"(*reinterpret_cast<const int16_t(*)[2]>(x)));
 }
-LLMK_INLINE Ints with_product(Ints total, Ints a, const int16_t* x) {
+// Returns the pair of 16-bit numbers at `x` in each 32-bit lane.
+LLMK_INLINE Ints broadcast_words(const int16_t* x) {
   int32_t bits;
   std::memcpy(&bits, x, sizeof(bits));
-  const __m256i spread = _mm256_set1_epi32(bits);
-  return {_mm256_add_epi32(total.low, _mm256_madd_epi16(a.low, spread)),
-          _mm256_add_epi32(total.high, _mm256_madd_epi16(a.high, spread))};
+  return broadcast_int(bits);
+}
+// Multiplies 16-bit numbers, and adds the two exact products of each 32-bit lane.
+LLMK_INLINE Ints multiply_words(Ints a, Ints b) {
+  return {_mm256_madd_epi16(a.low, b.low), _mm256_madd_epi16(a.high, b.high)};
 }
 
 // Adds the two 16-bit numbers of each 32-bit lane.

@@ -74,7 +74,6 @@ LLMK_INLINE void add_product(Vec* total, Vec a, const float* x) {
       : [low_total] "+&x"(total->low), [high_total] "+&x"(total->high), [spread] "=&x"(spread)
       : [low] "x"(a.low), [high] "x"(a.high), [x] "m"(*x));
 }
-LLMK_INLINE Vec with_product(Vec total, Vec a, const float* x) { return fma(broadcast(*x), a, total); }
 LLMK_INLINE Vec maximum(Vec a, Vec b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
 LLMK_INLINE Vec minimum(Vec a, Vec b) { return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)}; }
 

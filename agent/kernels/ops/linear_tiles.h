@@ -20,10 +20,11 @@ constexpr int64_t kTileSteps = 1;
 //
 // A Step multiplies one step of a panel. It is derived from WideTiles or NarrowTiles. The constant kDepth is the number
 // of depths in a step. The constant kVectorBytes is the size of the weights of 16 columns in a step. If kOwnLoop is
-// true, the Step has a function sum() that replaces the loop of sum_steps(). If kInParts is true, the depths of a step
-// are multiplied one after the other.
+// true, the Step has a function sum() that replaces the loop of sum_steps(). If in_parts(R) is true, a tile multiplies
+// kPartDepth depths of a step by all rows, then the next ones. Only their weights need registers meanwhile.
 struct WideTiles {
-  static constexpr bool kOwnLoop = false, kInParts = false;
+  static constexpr bool kOwnLoop = false;
+  static constexpr bool in_parts(int) { return false; }
   static constexpr int kMostRows = 6;
 #ifdef LLMK_VEC_AVX512
   static constexpr int kTallRows = 13;
@@ -34,7 +35,8 @@ struct WideTiles {
 #endif
 };
 struct NarrowTiles {  // for steps of weights or activations that need two registers
-  static constexpr bool kOwnLoop = false, kInParts = false;
+  static constexpr bool kOwnLoop = false;
+  static constexpr bool in_parts(int) { return false; }
   static constexpr int kMostRows = 4, kTallRows = kMostRows;
 #ifdef LLMK_VEC_AVX512
   static constexpr int columns(int) { return 4; }
@@ -57,10 +59,9 @@ struct FloatStep : WideTiles {
 
 // Multiplies pairs of bfloat16 with float32 multiply-adds. The product at the even k of a pair is added first.
 #ifdef LLMK_VEC_AVX2
-// First multiplies all rows by the even depths of a step, then widens and multiplies its odd depths. So only one vector
-// of widened weights needs registers at a time.
+// Widens and multiplies the even depths of a step, then its odd depths.
 struct BFloatStep : WideTiles {
-  static constexpr bool kInParts = true;
+  static constexpr bool in_parts(int) { return true; }
   using X = float;
   using Sum = Vec;
   static constexpr int kDepth = 2, kVectorBytes = 64, kPartDepth = 1;
@@ -116,15 +117,24 @@ using ByteTiles = NarrowTiles;
 #if defined(LLMK_VEC_AVX2) && !defined(LLMK_VNNI)
 // Weights and activations are multiplied as 16-bit numbers (VPMADDWD). VPMADDUBSW would multiply the bytes directly,
 // but its sums saturate. The activations are widened before the products (rows_as_words() in linear_bytes.h). The
-// weights are widened in registers: the depths 0 and 2 of a step are its first part, 1 and 3 its second part.
+// weights are widened in registers: the depths 0 and 2 of a step are its first part, 1 and 3 its second part. A single
+// row multiplies both parts at once, so that it loads the weights once.
 struct ByteStep : WideTiles {
-  static constexpr bool kInParts = true;
+  static constexpr bool in_parts(int rows) { return rows > 1; }
   using X = int16_t;
   using Sum = Ints;
+  struct Weight {
+    Ints even, odd;
+  };
   static constexpr int kDepth = 4, kVectorBytes = 64, kZero = kByteZero, kPartDepth = 2;
   LLMK_INLINE Ints weight(const uint8_t* p, int part) {
     const Ints bytes = load_ints(p);
     return part == 0 ? even_bytes(bytes) : odd_bytes(bytes);
+  }
+  LLMK_INLINE Weight weight(const uint8_t* p) { return {weight(p, 0), weight(p, 1)}; }
+  LLMK_INLINE Weight activation(const X* p) { return {broadcast_words(p), broadcast_words(p + kPartDepth)}; }
+  LLMK_INLINE Sum step(Sum total, Weight w, Weight x) {
+    return add(total, add(multiply_words(w.even, x.even), multiply_words(w.odd, x.odd)));
   }
 };
 #elif !defined(LLMK_NEON_I8MM)
@@ -210,7 +220,7 @@ LLMK_INLINE void multiply_step(const uint8_t* const (&at)[C], const typename Ste
   LLMK_UNROLL
   for (int c = 0; c < C && kLines == 4; ++c) fetch_ahead(at[c]);
 #ifdef LLMK_VEC_AVX2
-  if constexpr (Step::kInParts) {
+  if constexpr (Step::in_parts(R)) {
     constexpr int kParts = Step::kDepth / Step::kPartDepth;
     LLMK_UNROLL
     for (int i = 0; i < C * kParts; ++i) {
@@ -220,7 +230,7 @@ LLMK_INLINE void multiply_step(const uint8_t* const (&at)[C], const typename Ste
       for (int r = 0; r < R; ++r) {
         const auto* activation = x + r * x_stride + part * Step::kPartDepth;
         if constexpr (R == 1) {
-          total[r][c] = with_product(total[r][c], weight, activation);
+          total[r][c] = fma(broadcast(*activation), weight, total[r][c]);
         } else {
           add_product(&total[r][c], weight, activation);
         }
