@@ -23,7 +23,7 @@ constexpr int64_t kRankLanes = 16;
 
 // The part of an adapter for one vector of 16 columns. One cache line describes the four vectors of a panel.
 struct LoraVector {
-  int64_t begin;  // index in `b` of the vector's first element
+  int64_t begin;       // index in `b` of the vector's first element
   int32_t first_rank;  // an even number
   int32_t num_ranks;   // an even number; the last rank may be zeros. 0: the adapter does not change these columns
 };
@@ -58,9 +58,9 @@ constexpr int64_t kShrinkDepth = 1024;
 
 // The products with A of all rows of a linear layer, before they are scaled.
 struct ShrinkJob {
-  const char* x;  // the activations, of the type of the adapters
-  int64_t x_stride;  // distance between rows in bytes
-  float* sums;       // [parts of the depth][rows][stride]
+  const char* x;                // the activations, of the type of the adapters
+  int64_t x_stride;             // distance between rows in bytes
+  float* sums;                  // [parts of the depth][rows][stride]
   int64_t stride, part_stride;  // part_stride: distance between parts of the depth, in floats
 };
 
@@ -75,8 +75,8 @@ struct ShrinkTile {
 // A part of the depth of one rank group. A task multiplies it by the rows of a tile.
 struct ShrinkPart {
   int64_t group, part;
-  const void* a;       // the numbers of the part
-  const void* next;    // the numbers that the next task reads, to prefetch them
+  const void* a;     // the numbers of the part
+  const void* next;  // the numbers that the next task reads, to prefetch them
   int64_t next_bytes;
 };
 

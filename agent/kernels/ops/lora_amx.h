@@ -1,7 +1,7 @@
 // Products of bfloat16 adapters (lora.h) on AMX tiles.
 //
-// A tile product (amx_tiles.h) of A covers 32 depths. The sum over a part of the depth is the sum of the
-// tile products with even numbers plus the sum of those with odd numbers. Any number of rows uses tiles.
+// A tile product (amx_tiles.h) of A covers 32 depths. The sum over a part of the depth is the sum of the tile products
+// with even numbers plus the sum of those with odd numbers. Any number of rows uses tiles.
 //
 // B multiplies t = scale * (A x). Each element of t is rounded to the sum of two bfloat16 numbers. The error is at most
 // 2^-18 of the element. A tile product of B covers a rank group. It first adds the products with the larger numbers,
