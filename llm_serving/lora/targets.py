@@ -63,9 +63,14 @@ def stacked_values(shape: ModelShape, max_rank: int) -> int:
     These operators join the adapters of layers with the same inputs, for example q, k and v, to one matrix A and one
     matrix B.
     """
-    prefixes = ((f"model.layers.{layer}", layer) for layer in range(shape.num_layers))
-    groups = [group for prefix, layer in prefixes for group in _groups_of_layer(shape, prefix, layer)]
+    groups = joined_targets(shape)
     return sum(max_rank * len(group) * (group[0].inputs + sum(each.outputs for each in group)) for group in groups)
+
+
+def joined_targets(shape: ModelShape) -> list[list[Target]]:
+    """Returns the layers that may have adapters. Layers with the same inputs are in one list."""
+    prefixes = ((f"model.layers.{layer}", layer) for layer in range(shape.num_layers))
+    return [group for prefix, layer in prefixes for group in _groups_of_layer(shape, prefix, layer)]
 
 
 def _of_layer(shape: ModelShape, prefix: str, layer: int) -> list[Target]:

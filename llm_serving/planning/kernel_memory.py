@@ -16,7 +16,12 @@ Items of the scratch memory:
 
     rows             inputs of a linear layer in float32 (W x 4 bytes for each token), and results of the norm before
                      the layer (h x max(b, 2) bytes for each token). Native operators: T tokens. Fused operators: 256
-                     tokens for each thread. The calling thread has 128 x N tokens instead, or T if it is alone
+                     tokens for each thread. The calling thread has 128 x N tokens instead, or T if it is alone.
+                     Weights with int8 activations need at most 3 of the 4 bytes: the int8 number, and the same number
+                     in 16 bits on processors with AVX2 and without AVX-VNNI
+    adapters         fused operators: for each of these tokens, the products with the matrices A of LoRA adapters. They
+                     are (1 + W / 1024) x 4 bytes for each rank of the joined layers, and 12 bytes more in bfloat16
+                     (AMX). In bfloat16, each thread also has a copy of up to 32 rows of 1024 inputs
     MLP              fused operators: 256 rows of I elements for each thread, and [T, h] results of the output layer
     products         256 rows of h float32 numbers, for each thread and each part of ``parallel_config.sum_parts``
     biased experts   native operators: 256 rows of 2 x E or h float32 numbers, before the bias of an expert is added
@@ -45,6 +50,7 @@ of attention, and the projected inputs and the results of linear attention.
 from __future__ import annotations
 
 from llm_serving.config import Config
+from llm_serving.lora.targets import joined_targets
 from llm_serving.model.parallel import local_shape
 from llm_serving.model.shape import ModelShape
 from llm_serving.planning.rank_memory import (
@@ -76,6 +82,16 @@ SAMPLER_BYTES = 60
 """Bytes that the sampler needs for each token of the vocabulary and each thread."""
 DELTA_PIECE = 16
 """Tokens that a task of linear attention computes at a time: ``kDeltaPiece`` of ``agent/kernels/ops``."""
+RANK_LANES = 16
+"""Ranks of LoRA adapters are padded to a multiple of this number (``kRankLanes`` of agent/kernels/ops/lora.h)."""
+SHRINK_DEPTH = 1024
+"""Inputs that one task multiplies by a matrix A of an adapter (``kShrinkDepth`` of agent/kernels/ops/lora.h)."""
+SHRINK_ROWS = 32
+"""Maximum rows that one task multiplies by a matrix A of an adapter (``kShrinkRows`` of agent/kernels/ops/lora.h)."""
+ADAPTER_ROW_BYTES = 36
+"""Bytes of a row's adapter, tile and number (``ShrinkTile`` and ``Memory`` of agent/kernels/ops/lora.*)."""
+ADAPTER_SLOTS = 4
+"""Number of separately allocated parts of the scratch memory for adapters."""
 PAGE_BYTES = 4096
 """Size of a page of memory. Each scratch buffer of a thread can waste one page."""
 SLOTS = 16
@@ -150,6 +166,7 @@ def _native_replay_bytes(config: Config, shape: ModelShape, tokens: int) -> int:
 def _scratch_bytes(config: Config, shape: ModelShape, num_threads: int) -> int:
     wanted = (
         _row_bytes(config, shape, num_threads)
+        + _adapter_bytes(config, shape, num_threads)
         + _mlp_bytes(config, shape, num_threads)
         + _biased_expert_bytes(config, shape)
         + num_threads * (_panel_bytes(shape) + _attention_bytes(shape) + _delta_bytes(config, shape))
@@ -173,13 +190,36 @@ def _widest(shape: ModelShape) -> int:
 def _row_bytes(config: Config, shape: ModelShape, num_threads: int) -> int:
     """Returns the bytes of inputs of linear layers and results of norms, for all threads of an operator."""
     tokens = config.max_num_batched_tokens
-    own = tokens if num_threads == 1 else min(tokens, max(PIECE_ROWS, THREAD_ROWS * num_threads))
-    others = (num_threads - 1) * min(tokens, PIECE_ROWS)
+    own, others = _rows_of_threads(config, num_threads)
     widths = max(own * max(shape.hidden_size, shape.num_attention_heads * shape.head_dim), PIECE_ROWS * _inner(shape))
     if config.op_table == "native":
         own, others, widths = tokens, 0, tokens * _widest(shape)
     inputs = (widths + others * _widest(shape)) * FLOAT32_BYTES
     return inputs + (own + others) * (shape.hidden_size * max(config.dtype_bytes, 2) + 128)
+
+
+def _rows_of_threads(config: Config, num_threads: int) -> tuple[int, int]:
+    """Returns the rows of a fused operator that the calling thread has, and those that the other threads have."""
+    tokens = config.max_num_batched_tokens
+    own = tokens if num_threads == 1 else min(tokens, max(PIECE_ROWS, THREAD_ROWS * num_threads))
+    return own, (num_threads - 1) * min(tokens, PIECE_ROWS)
+
+
+def _adapter_bytes(config: Config, shape: ModelShape, num_threads: int) -> int:
+    """Returns the bytes of the products with the matrices A of LoRA adapters (``shrink_rows`` and ``split_rows``)."""
+    lora = config.lora_config
+    if config.op_table != "fused" or lora.max_adapters == 0:
+        return 0
+    layers = [
+        (-(-len(group) * lora.max_rank // RANK_LANES) * RANK_LANES, -(-group[0].inputs // SHRINK_DEPTH))
+        for group in joined_targets(shape)
+    ]
+    row = ADAPTER_ROW_BYTES + max(ranks * (1 + parts) for ranks, parts in layers) * FLOAT32_BYTES
+    copied = 0
+    if config.model_config.model_dtype == "bfloat16":
+        row += max(ranks for ranks, _ in layers) * 12  # two floats, and the same two numbers in bfloat16
+        copied = SHRINK_ROWS * (2 * SHRINK_DEPTH + 64)
+    return sum(_rows_of_threads(config, num_threads)) * row + num_threads * (copied + ADAPTER_SLOTS * PAGE_BYTES)
 
 
 def _mlp_bytes(config: Config, shape: ModelShape, num_threads: int) -> int:

@@ -1,13 +1,17 @@
 """Runs the steps that need the most kernel memory, and prints the kernels' memory and the memory plan as JSON.
 
 python tests/agent/kernel_memory_program.py DTYPE OP_TABLE WEIGHT_FORMAT THREADS PARTS
+
+PARTS is the name of a family of models, or ``adapters``: a dense model whose sequences have a LoRA adapter.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +22,18 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from step_driver import Part, StepDriver  # noqa: E402
 
 from agent.kernels import num_threads, recordings_bytes, scratch_bytes  # noqa: E402
+from llm_serving.ipc.shm import NO_ADAPTER  # noqa: E402
+from llm_serving.lora.loading import read_into_memory  # noqa: E402
 from llm_serving.planning.machine import Machine  # noqa: E402
 from llm_serving.planning.memory_plan import estimate_memory  # noqa: E402
+from support.lora_folders import random_adapter  # noqa: E402
 from support.model_folders import write_model_folder  # noqa: E402
 from support.step_config import BLOCK_SIZE, make_config  # noqa: E402
 
 TOKENS, LONGEST, SEQS, VOCABULARY = 1024, 2048, 8, 8000
 BLOCKS = LONGEST // BLOCK_SIZE
+RANK = 256
+"""Rank of the adapter. With a large rank, the products with its matrices A are most of the scratch memory."""
 SIZES = {
     "num_hidden_layers": 1,
     "hidden_size": 512,
@@ -105,19 +114,21 @@ SMALL_LIMITS = LIMITS | {
     "scheduler_config.max_num_batched_tokens": SHORT,
 }
 """Limits with which linear attention needs most of the scratch memory."""
+ADAPTERS = {"lora_config.max_adapters": 1, "lora_config.max_rank": RANK}
 SAMPLED = {"temperature": 1.0, "top_k": VOCABULARY - 1, "top_p": 0.9, "min_p": 1e-4, "repetition_penalty": 1.1}
 
 
-def part(row: int, num_tokens: int, end: int) -> Part:
+def part(row: int, num_tokens: int, end: int, adapter: int = NO_ADAPTER) -> Part:
     """Returns a part that computes the last ``num_tokens`` tokens of a sequence of ``end`` tokens, and samples."""
     tokens = np.random.default_rng(row).integers(3, VOCABULARY, num_tokens).tolist()
     blocks = list(range(1 + row * BLOCKS, 1 + (row + 1) * BLOCKS))
     return Part(
-        tokens, end - num_tokens, blocks, row=row, sampling=SAMPLED, history=tokens, history_prompt_len=num_tokens
-    )
+        tokens, end - num_tokens, blocks, row=row, sampling=SAMPLED, history=tokens, history_prompt_len=num_tokens,
+        adapter=adapter,
+    )  # fmt: skip
 
 
-def run_steps(driver: StepDriver) -> None:
+def run_steps(driver: StepDriver, part: Callable[[int, int, int], Part] = part) -> None:
     driver.prefill(part(0, TOKENS, TOKENS))
     driver.prefill(*(part(row, TOKENS // 4, LONGEST) for row in range(4)))
     for num_tokens in (16, 64, 128, 192, 384, TOKENS):  # few rows, so that several threads share the keys of one
@@ -126,6 +137,14 @@ def run_steps(driver: StepDriver) -> None:
     for seqs in range(1, SEQS + 1):
         for step in range(3):
             driver.decode(*(part(row, 1, LONGEST - 3 + step) for row in range(seqs)))
+
+
+def run_adapted_steps(driver: StepDriver) -> None:
+    """Runs steps whose sequences have an adapter of the largest rank."""
+    _, memory = read_into_memory(random_adapter(Path("adapter"), driver.config.shape, rank=RANK), driver.config)
+    driver.runner.load_adapter(0, memory.name, memory.num_bytes)
+    memory.close()
+    run_steps(driver, partial(part, adapter=0))
 
 
 def short_part(row: int, num_tokens: int, end: int) -> Part:
@@ -148,9 +167,9 @@ def main() -> None:
     parts = families.get(experts, {})
     cache = "int8" if experts == "int8 cache" else "auto"
     folder = write_model_folder(Path("model"), **{**SIZES, **parts})
-    limits = SMALL_LIMITS if experts == "hybrid" else LIMITS
+    limits = {"hybrid": SMALL_LIMITS, "adapters": LIMITS | ADAPTERS}.get(experts, LIMITS)
     config = make_config(folder, dtype, op_table, weights, cache, extra={**limits, "model_config.cpu_threads": threads})
-    (run_hybrid_steps if experts == "hybrid" else run_steps)(StepDriver(config))
+    {"hybrid": run_hybrid_steps, "adapters": run_adapted_steps}.get(experts, run_steps)(StepDriver(config))
     assert num_threads() == int(threads)
     plan = estimate_memory(config, Machine(1 << 40, "a test", num_cores=1))
     names = ("kernel scratch", "activations", "replays")

@@ -12,7 +12,7 @@ from support.sweeps import with_sweeps
 
 PROGRAM = Path(__file__).with_name("kernel_memory_program.py")
 SETUPS = (
-    ("bfloat16", "fused", "auto", "1", "dense"),
+    ("bfloat16", "fused", "auto", "1", "adapters"),
     ("float16", "fused", "int4", "3", "dense"),
     ("float32", "fused", "int8", "2", "experts"),
     ("bfloat16", "fused", "auto", "2", "latent"),

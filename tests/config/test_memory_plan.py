@@ -68,6 +68,22 @@ def test_a_small_model_in_float32_is_planned(tmp_path: Path) -> None:
     assert (plan.available_bytes, plan.fits) == (1000 * GIB, True)
 
 
+def test_scratch_memory_of_adapters_is_planned(tmp_path: Path) -> None:
+    def scratch(*overrides: str) -> int:
+        return plan_memory(small(tmp_path, *overrides), replace(PLENTY, num_cores=2)).bytes_of("kernel scratch")
+
+    adapters = ("lora_config.max_adapters=2", "lora_config.max_rank=10")
+    # Two threads have 256 rows each. q, k and v have 30 ranks together, padded to 32, and one part of the depth.
+    rows = 2 * 256 * (36 + 32 * 2 * 4) + 2 * 4 * 4096
+    assert scratch(*adapters) - scratch() == rows + rows // 4
+    # In bfloat16 each rank has two numbers more, as floats and as bfloat16. A thread may copy 32 rows of 1024 inputs.
+    rows += 2 * 256 * 32 * 2 * (4 + 2) + 2 * 32 * (1024 * 2 + 64)
+    bfloat16 = "model_config.model_dtype=bfloat16"
+    assert scratch(bfloat16, *adapters) - scratch(bfloat16) == rows + rows // 4
+    native = "model_config.op_table=native"
+    assert scratch(bfloat16, native, *adapters) == scratch(bfloat16, native), "MindSpore's operators compute adapters"
+
+
 def test_states_and_snapshots_of_linear_attention_are_planned(tmp_path: Path) -> None:
     write_model(FAMILY_VARIANTS["qwen3_5"], tmp_path)
     overrides = [f"model_config.model_path={tmp_path}", "model_config.decode_batch_size=[8]"]
