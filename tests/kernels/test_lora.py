@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from agent.kernels import Argument, call_operator
+from agent.kernels import Argument, call_operator, kernel_isa
 from agent.kernels.library import load_library
 from agent.kernels.packing import pack_weight, packed_weight_bytes, weight_blob
 from agent.lora.packed import PackedAdapter
@@ -19,14 +19,15 @@ from performance.kernels.calls import Array, load
 
 DEPTH, COLUMNS, ROWS = 70, (56, 24, 24), 9
 """The columns are those of three joined layers. Their borders lie inside vectors of 16 columns."""
-DEPTHS = (DEPTH, 1056, 1088)
-"""Depths of one part and of two parts of the sums with A. On AMX, the last two are whole tiles, of bfloat16 and of all
-formats."""
+DEPTHS = (DEPTH, 71, 1056, 1088)
+"""Depths of one part and of two parts of the sums with A. Depths are stored in pairs, so an odd depth has zeros at its
+end. On AMX, the last two depths are whole tiles, of bfloat16 and of all formats."""
 FORMATS = ("float32", "float16", "bfloat16", "int8", "int8_weight_only", "int4", "int4_weight_only")
 SLOTS = [0, -1, 2, 1, 1, 0, -1, 3, 0]
 """The adapter slot of each row. Slot 3 has no adapter of the weight."""
-RANKS = {0: (4, 7, 0), 1: (0, 20, 3), 2: (16, 16, 16)}
-"""The ranks of the three layers in each slot. 0: the adapter does not change the layer."""
+RANKS = {0: (7, 4, 5), 1: (0, 20, 3), 2: (16, 16, 16)}
+"""The ranks of the three layers in each slot. 0: the adapter does not change the layer. Ranks are stored in pairs. In
+slot 0, the first ranks of the second and the third layer are second numbers of pairs."""
 
 
 @dataclass
@@ -129,6 +130,13 @@ def dtype_of(fmt: str) -> str:
     return fmt if fmt in ("float16", "bfloat16") else "float32"
 
 
+def tolerance(dtype: str, depth: int) -> float:
+    """Returns the maximum error of the adapters' term. AMX rounds products with A to two bfloat16 numbers."""
+    if depth < 1000:
+        return 1e-5
+    return 1e-4 if dtype == "bfloat16" and "amx" in kernel_isa() else 5e-5
+
+
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_each_row_gets_its_adapter(made: list[Array], fmt: str, depth: int) -> None:
@@ -137,7 +145,7 @@ def test_each_row_gets_its_adapter(made: list[Array], fmt: str, depth: int) -> N
     base, adapted = linear(case, x, None), linear(case, x, SLOTS)
     delta = case.delta(as_float(x, case.dtype), SLOTS)
     assert np.abs(delta).max() > 0.1
-    np.testing.assert_allclose(adapted - base.astype(np.float64), delta, atol=1e-5 if depth == DEPTH else 3e-4)
+    np.testing.assert_allclose(adapted - base.astype(np.float64), delta, atol=tolerance(case.dtype, depth))
     without = [row for row, slot in enumerate(SLOTS) if slot in (-1, 3)]
     np.testing.assert_array_equal(adapted[without], base[without])
 
