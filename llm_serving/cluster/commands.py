@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from llm_serving.cluster.key import make_key
+from llm_serving.cluster.key import ClusterKey, make_key
 from llm_serving.config.parallel_section import NODES, RAY
 from llm_serving.errors import ConfigError, LLMServingError
 
@@ -118,11 +118,15 @@ def build_parser() -> argparse.ArgumentParser:
 def _up(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Starts a server whose settings follow from the options of ``up``. ``rest`` are options of ``llm-serving serve``.
     """
-    from llm_serving.launcher import main as serve
-
     uses_ray = arguments.ray is not None
     if uses_ray == bool(arguments.node):
-        sys.stderr.write("error: give the nodes with --node, or --ray, and not both\n")
+        problem = "use either --node or --ray" if uses_ray else "name the nodes with --node, or use --ray"
+        sys.stderr.write(f"error: {problem}\n")
+        return EXIT_USAGE
+    try:
+        _check_nodes(arguments.key_file, arguments.node)
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
         return EXIT_USAGE
     replicas = arguments.replicas
     if replicas is None:
@@ -135,7 +139,21 @@ def _up(arguments: argparse.Namespace, rest: list[str]) -> int:
     }
     settings |= {"ray_address": arguments.ray} if uses_ray else {"nodes": arguments.node}
     options = [f"parallel_config.{key}={json.dumps(value)}" for key, value in settings.items()]
+    from llm_serving.launcher import main as serve  # only now, because a server imports many modules
+
     return serve([part for option in options for part in ("--set", option)] + rest)
+
+
+def _check_nodes(key_file: str, nodes: Sequence[str]) -> None:
+    """Raises ConfigError if the cluster key cannot be used or an address is wrong. The server checks both, too, but
+    prints its memory plan first.
+    """
+    from llm_serving.cluster.dialling import read_address
+    from llm_serving.cluster.named_nodes import PREFIX
+
+    ClusterKey(key_file)
+    for node in nodes:
+        read_address(node.removeprefix(PREFIX))
 
 
 def _ask_server(arguments: argparse.Namespace) -> int:
