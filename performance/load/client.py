@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import http.client
 import resource
 import secrets
@@ -20,6 +19,7 @@ import uvloop
 from performance.load.apis import APIS, Generation
 from performance.load.batch import Batch, Display
 from performance.load.endpoint import Endpoint
+from performance.load.garbage import frozen_objects
 from performance.load.http_client import ConnectionPool, connect_error_text, request_bytes
 from performance.load.options import LoadOptions
 from performance.load.server_cost import ServerCost
@@ -122,13 +122,11 @@ class LoadClient:
 
     async def _measured(self, requests: Sequence[LoadRequest]) -> LoadRun:
         batch = self._measured_batch(requests)
-        gc.collect()
-        gc.freeze()  # the garbage collector does not visit existing objects during the run
-        metrics = fetch_metrics(self._options.endpoint, self._headers)
-        cpu = time.process_time()
-        await batch.send_all(self._display)
-        cpu = time.process_time() - cpu
-        gc.unfreeze()
+        with frozen_objects():
+            metrics = fetch_metrics(self._options.endpoint, self._headers)
+            cpu = time.process_time()
+            await batch.send_all(self._display)
+            cpu = time.process_time() - cpu
         return LoadRun(
             options=self._options,
             model=self._generation.model,

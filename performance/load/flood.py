@@ -8,7 +8,6 @@ end.
 from __future__ import annotations
 
 import asyncio
-import gc
 import resource
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -22,6 +21,7 @@ import uvloop
 
 from performance.load.arrivals import poisson_arrivals, request_count
 from performance.load.endpoint import Endpoint
+from performance.load.garbage import frozen_objects
 from performance.load.timed_socket import TimedSocket
 from performance.load.workload import token_workload
 from performance.program import LoadTestError, Range
@@ -148,20 +148,18 @@ class _Flood:
         arrivals = deque(merge(*(self._arrivals(load, duration_s, seed + i) for i, load in enumerate(loads))))
         requests = {load.name: cycle(self._requests(load, seed + i)) for i, load in enumerate(loads)}
         results: list[Result] = []
-        gc.collect()
-        gc.freeze()
-        cpu, start = process_time(), perf_counter()
-        while arrivals:
-            now = perf_counter() - start
-            while arrivals and arrivals[0][0] <= now:
-                due, key = arrivals.popleft()
-                request = next(requests[key])
-                results.append(Result(key, start + due, request.max_tokens))
-                self._send(results[-1], request.data)
-            await asyncio.sleep(TICK_S)
-        await self._drain(results)
-        cpu = process_time() - cpu
-        gc.unfreeze()
+        with frozen_objects():
+            cpu, start = process_time(), perf_counter()
+            while arrivals:
+                now = perf_counter() - start
+                while arrivals and arrivals[0][0] <= now:
+                    due, key = arrivals.popleft()
+                    request = next(requests[key])
+                    results.append(Result(key, start + due, request.max_tokens))
+                    self._send(results[-1], request.data)
+                await asyncio.sleep(TICK_S)
+            await self._drain(results)
+            cpu = process_time() - cpu
         for connection in list(self._open):
             connection.close()
         self._check(results)
