@@ -151,12 +151,13 @@ class ModelRegistry(Generic[V]):
     async def end(self, model: ServedModel[V], after: ModelState) -> None:
         """Ends a model after it has completed its requests. ``after`` is its final state: ``SLEEPING`` or ``COLD``.
 
-        Raises ModelStateError for the main model, and while the model is being reloaded.
+        Also waits for the end of a version that a reload has replaced. Raises ModelStateError for the main model, and
+        while the model is being reloaded.
         """
         if model.is_main:
             raise ModelStateError(f"The model {model.name!r} is the main model, which serves as long as the server.")
-        while model.change is not None:
-            await asyncio.wait((model.change,))
+        while (task := model.change or model.retirement) is not None:
+            await asyncio.wait((task,))
         if model.is_reloading or model.retired:
             raise ModelStateError(f"The model {model.name!r} is being reloaded; send the command again later.")
         if model.state is ModelState.READY:

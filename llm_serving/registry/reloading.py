@@ -144,22 +144,26 @@ class _Reload(Generic[V]):
         Returns None if they cannot fit together, or if no node is free for the new version, but the new version fits
         after the end of the old version. Only ``drain_first`` permits this. Otherwise raises ModelStateError.
         """
-        hint = ' Send {"drain_first": true} to end the old version before the new one starts.'
-        problem: Exception
+        problem: ModelMemoryError | NoFreeNodeError
         try:
             victims = self._transitions.victims(self._model, self._next.need)
             self._check_free_nodes()
             return victims
         except (ModelMemoryError, NoFreeNodeError) as error:
             problem = error
+        hint = ' Send {"drain_first": true} to end the old version before the new one starts.'
         if drain_first:
-            hint = ""
             try:
-                if not self._transitions.victims(self._model, self._next.need, without_own=True):
-                    return None
+                others = self._transitions.victims(self._model, self._next.need, without_own=True)
             except ModelMemoryError as error:
-                problem = error
-        raise ModelStateError(f"The model is not reloaded: {problem}.{hint}", code="model_memory")
+                problem, hint = error, ""
+            else:
+                if not others:
+                    return None
+                names = ", ".join(repr(other.name) for other in others)
+                hint = f" A reload with drain_first ends no other model. First put these models to sleep: {names}."
+        code = "model_nodes" if isinstance(problem, NoFreeNodeError) else "model_memory"
+        raise ModelStateError(f"The model is not reloaded: {problem}.{hint}", code=code)
 
     def _check_free_nodes(self) -> None:
         """Raises NoFreeNodeError if the agents of the new version would wait for nodes that the old version uses."""
@@ -168,8 +172,9 @@ class _Reload(Generic[V]):
             return
         num_free = [node["state"] for node in engine.nodes.status()].count("free")
         if num_free < needed:
+            nodes, are = "node" if needed == 1 else "nodes", "is" if num_free == 1 else "are"
             raise NoFreeNodeError(
-                f"the first replica of the new version needs {needed} free nodes, and {num_free} are free "
+                f"the first replica of the new version needs {needed} free {nodes}, and {num_free} {are} free "
                 f"({engine.nodes_text()})"
             )
 
@@ -202,7 +207,7 @@ class _Reload(Generic[V]):
         self._note()
         if is_old_alive:
             model.retired.append(self._old)
-            transitions.keep(self._retire())
+            model.retirement = transitions.keep(self._retire())
 
     async def exchange(self, adapters: list[Adapter]) -> None:
         """Ends the old version when its requests have completed, and then starts the new version with the ``adapters``
@@ -236,9 +241,12 @@ class _Reload(Generic[V]):
             transitions.room.set()
 
     async def _retire(self) -> None:
-        await self._old.drained()
-        await self._old.stop()
-        self._model.retired.remove(self._old)
+        try:
+            await self._old.drained()
+            await self._old.stop()
+            self._model.retired.remove(self._old)
+        finally:
+            self._model.retirement = None
         self._transitions.room.set()
         del self._old
         await asyncio.to_thread(return_free_memory)

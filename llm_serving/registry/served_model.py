@@ -59,6 +59,8 @@ class ServedModel(Generic[V]):
         """The version that gets new requests. None while the model is not in memory."""
         self.retired: list[RunningVersion[V]] = []
         """Versions that a reload has replaced. They complete their requests."""
+        self.retirement: asyncio.Task[None] | None = None
+        """The task that ends the version in ``retired``, or None."""
         self.tokenizer: Tokenizer | None = None
         """The tokenizer that a sleeping model keeps."""
         self.change: asyncio.Task[None] | None = None

@@ -270,8 +270,10 @@ def test_a_reload_without_a_free_node_is_refused_or_drains_first(tmp_path: Path)
         assert old is not None
         nodes = [{"state": "used"}, {"state": "down"}]
         old.engine.nodes = SimpleNamespace(status=lambda: nodes)  # type: ignore[assignment]
-        with pytest.raises(ModelStateError, match=r"needs 1 free nodes, and 0 are free \(used, down\).*drain_first"):
+        expected = r"needs 1 free node, and 0 are free \(used, down\).*drain_first"
+        with pytest.raises(ModelStateError, match=expected) as refused:
             await models.registry.reload(models["main"], None, drain_first=False)
+        assert refused.value.code == "model_nodes"
         assert models.starter.started == []
         assert models["main"].version is old
         del old
@@ -279,6 +281,37 @@ def test_a_reload_without_a_free_node_is_refused_or_drains_first(tmp_path: Path)
         assert models.registry.main.view == "main.1"
 
     play(script, tmp_path, {})
+
+
+def test_a_reload_without_a_free_node_that_needs_the_memory_of_another_model_names_it(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        (await models.registry.acquire(models["a"])).release()
+        models.next_size["main"] = 6
+        engine = models["main"].version.engine  # type: ignore[union-attr]
+        engine.nodes = SimpleNamespace(status=lambda: [{"state": "used"}])  # type: ignore[assignment]
+        with pytest.raises(ModelStateError, match=r"First put these models to sleep: 'a'\.") as refused:
+            await models.registry.reload(models["main"], None, drain_first=True)
+        assert refused.value.code == "model_nodes"
+        assert models.states()["a"] == "ready"
+        await models.registry.end(models["a"], ModelState.SLEEPING)
+        await models.registry.reload(models["main"], None, drain_first=True)
+        assert models.registry.main.view == "main.1"
+
+    play(script, tmp_path, {"a": 5})
+
+
+def test_an_unload_after_a_reload_waits_for_the_old_version(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        lease = await models.registry.acquire(models["a"])
+        await models.registry.reload(models["a"], None, drain_first=False)
+        unload = asyncio.ensure_future(models.registry.end(models["a"], ModelState.COLD))
+        await asyncio.sleep(0.01)
+        assert not unload.done(), "the old version still has a request"
+        lease.release()
+        await unload
+        assert models.states()["a"] == "cold"
+
+    play(script, tmp_path, {"a": 3})
 
 
 def test_a_reload_with_a_free_node_keeps_the_old_version_until_then(tmp_path: Path) -> None:
