@@ -1,9 +1,9 @@
-"""Measures what it costs to start, wake and reload a model of a server with several models.
+"""Measures what it costs to start, put to sleep and wake a model of a server with several models.
 
 The server's main model is the embedded tiny model, and the measured model is a further model. All caches on disk are
 empty at the beginning. The program prints:
 
-1. the time of the first load, which converts the weights and compiles the graph
+1. the time of the cold start: the first load, which converts the weights and compiles the graph
 2. alternately, the time of a load after an unload, and of a wake after a sleep
 3. the memory (PSS) of all processes of the server before the first load, while the model serves, and while it sleeps
 
@@ -83,10 +83,11 @@ def _measure(server: Endpoint, rounds: int) -> dict[str, Any]:
 def _print(figures: dict[str, Any]) -> None:
     wake, load = statistics.median(figures["wake_s"]), statistics.median(figures["load_s"])
     first = figures["first_load_s"]
-    print(f"first load, empty caches   {first:6.2f} s")
+    print(f"cold start, empty caches   {first:6.2f} s")
     print(f"load after an unload       {load:6.2f} s (median of {len(figures['load_s'])})")
     print(f"wake after a sleep         {wake:6.2f} s (median of {len(figures['wake_s'])})")
-    print(f"wake / first load          {wake / first:6.2f}")
+    print(f"wake / cold start          {wake / first:6.3f}")
+    print(f"wake / later load          {wake / load:6.2f}")
     before, serving, asleep = (figures[f"memory_{name}"] for name in ("before", "serving", "asleep"))
     taken, left = sum(serving.values()) - sum(before.values()), sum(asleep.values()) - sum(before.values())
     print(f"memory of the model        {taken / MIB:6.0f} MiB; sleep returns {100 * (1 - left / taken):.1f} %")
