@@ -36,6 +36,7 @@ def config_of_node(config: Config, settings: NodeSettings) -> Config:
     parallel = replace(
         config.parallel_config,
         data_parallel=1,
+        pools=None,
         executor=LOCAL,
         nodes=None,
         cluster_key_file=None,

@@ -23,6 +23,17 @@ transfer.
 
 
 @dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """One entry of ``pools``: replicas that serve prompts up to a length."""
+
+    name: str = own("", "Name of the pool.")
+    replicas: int = own(1, "Number of replicas.", unit="replicas", low=1, high=MAX_RANKS)
+    max_prompt_tokens: int | None = own(
+        None, "Tokens of the longest prompt that the pool serves.", unit="tokens", low=1, null="any prompt"
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ParallelConfig:
     """How many agents share a model, and in which way. `docs/parallel.md` explains the choice.
 
@@ -62,6 +73,13 @@ class ParallelConfig:
         "has much more work than the least loaded one. `least_loaded`: the replica with the fewest tokens to "
         "compute. `round_robin`: one after the other, for comparison.",
         choices=("prefix", "least_loaded", "round_robin"),
+    )
+    pools: tuple[PoolConfig, ...] | None = own(
+        None,
+        "Pools of replicas by prompt length. Each is a mapping with `name`, `replicas` and `max_prompt_tokens` (null: "
+        "any prompt). A prompt goes to the pool with the smallest limit that it does not exceed. `docs/parallel.md` "
+        "has the details.",
+        null="every replica serves prompts of any length",
     )
 
     roles: tuple[str, ...] | None = own(

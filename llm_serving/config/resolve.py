@@ -20,15 +20,11 @@ from llm_serving.config.mindformers import MindFormersFile, MindSporeContext, re
 from llm_serving.config.mindformers_models import MODEL_TYPE, check_mindformers, check_op_table
 from llm_serving.config.model_section import MAX_TOKENS, ModelConfig
 from llm_serving.config.mooncake_checks import check_mooncake
+from llm_serving.config.pool_checks import check_pools
 from llm_serving.config.role_checks import check_roles
 from llm_serving.config.sampling_defaults import FROM_MODEL, NO_DEFAULTS, SamplingDefaults, read_sampling_defaults
 from llm_serving.config.schema import AUTO_SIZE
-from llm_serving.config.sections import (
-    PagedAttentionConfig,
-    PowerConfig,
-    SpeculativeConfig,
-    TokenizerConfig,
-)
+from llm_serving.config.sections import PagedAttentionConfig, PowerConfig, SpeculativeConfig, TokenizerConfig
 from llm_serving.config.sequence_states import for_states
 from llm_serving.config.serving_section import ServingConfig
 from llm_serving.config.source import RawConfig, UnusedSetting
@@ -106,6 +102,7 @@ _CHECKS: tuple[Callable[[RawConfig, Config], None], ...] = (
     check_shadow,
     check_cluster,
     check_roles,
+    check_pools,
     check_mooncake,
     check_events,
     check_vision,

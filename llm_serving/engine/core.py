@@ -162,6 +162,7 @@ class EngineCore:
             replicas=[replica.status(self._router) for replica in self._replicas],
             awaits_retry=self._standby is not None and self._standby.awaits_retry(self._clock()),
             hand_overs=None if self._router is None or self._router.split is None else self._router.split.as_json(),
+            pools=() if self._router is None else self._router.pool_statuses(),
         )
 
     def queue_full(self, tenant: str = "") -> QueueFullError | None:
@@ -430,8 +431,7 @@ class EngineCore:
         """Voids all steps in flight of a replica whose agents were lost. Its requests are computed again, on this or
         another replica.
 
-        The engine and the server end in two cases: no replica can be restarted, or the lost replica was never ready and
-        is not restarted.
+        The server ends if no replica can be restarted, or if the lost replica was never ready and is not restarted.
         """
         # The requests in the lost steps become suspects, because one of them may have caused the loss. But no request
         # is suspect after a failed self-check, which shows a fault of the agents, or after a drain of the machine.
@@ -445,6 +445,8 @@ class EngineCore:
             self._running = False
         else:
             self._note_recovering()
+            if event.final and self._router is not None:
+                self._router.give_up(replica.index, now)
         if len(self._replies.probed) > 1:
             self._outputs += self._replies.note_probe(replica.index)
         self._outputs += self._replies.note_lost(replica.index, f"the agents were lost: {event.error}")

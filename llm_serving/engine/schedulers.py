@@ -11,6 +11,7 @@ from llm_serving.engine.scheduler_limits import scheduler_limits
 from llm_serving.flight.recorder import FlightRecorder, as_scheduler
 from llm_serving.kvcache.prefix_index import IndexObserver
 from llm_serving.routing.placement import Routing
+from llm_serving.routing.pools import PromptPool, PromptPools
 from llm_serving.routing.router import Router
 from llm_serving.routing.sources import StepSource, replica_sources
 from llm_serving.scheduler.scheduler import Scheduler
@@ -67,5 +68,13 @@ def make_front(
     if len(schedulers) == 1 and not on_nodes:
         return schedulers[0], [*schedulers]
     split = prefill_split(config, schedulers[0].limits, pools)
-    router = Router(schedulers, Routing(config.parallel_config.routing), split)
+    router = Router(schedulers, Routing(config.parallel_config.routing), split, _pools(config))
     return router, [*replica_sources(router)]
+
+
+def _pools(config: Config) -> PromptPools | None:
+    """Returns the pools of replicas by prompt length, or None if the config has none."""
+    pools = config.parallel_config.pools
+    if pools is None:
+        return None
+    return PromptPools(PromptPool(pool.name, pool.replicas, pool.max_prompt_tokens) for pool in pools)

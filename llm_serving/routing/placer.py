@@ -28,6 +28,9 @@ this number.
 MAX_GROUPS = 4096
 """Maximum number of request groups (samples of a prompt, beams of a search) whose replica is remembered."""
 
+Ready = Callable[[], list[RoutedReplica]]
+"""Type of a function that returns the ready replicas that may serve the requests of a queue."""
+
 HandOver = Callable[[Entry, float], None]
 """Type of a function that gives a request, which has left the router's queue, to a replica that decodes. The second
 argument is the time.
@@ -35,9 +38,10 @@ argument is the time.
 
 
 class Placer:
-    """Decides when the first request of the router's queue goes to a replica, and to which replica.
+    """Decides when the first request of a queue goes to a replica, and to which replica.
 
-    ``intake`` has the router's queue. ``entries`` has all requests of the router by id.
+    ``intake`` has the queue. ``entries`` has all requests of the router by id. ``ready`` returns the replicas that may
+    serve the queue. ``placed`` is the router's set of replicas that got requests after their last call of ``schedule``.
     """
 
     def __init__(
@@ -46,17 +50,19 @@ class Placer:
         intake: Intake,
         entries: dict[str, Entry],
         routing: Routing,
+        ready: Ready,
+        placed: set[int],
         split: PrefillSplit | None = None,
     ) -> None:
         limits: SchedulerLimits = replicas[0].scheduler.limits
-        self.placed: set[int] = set()
-        """Indices of the replicas that got requests after their last call of ``schedule``."""
+        self.placed = placed
         self.hand_over: HandOver | None = None
         """Takes a request that holds blocks of the hand-over pool. None if all replicas compute prompts and decode."""
         self._replicas = replicas
         self._intake = intake
         self._entries = entries
         self._routing = routing
+        self._ready = ready
         self._split = split
         """Decides which prompts are computed at prefill replicas. None if all replicas compute prompts and decode."""
         self._balance_tokens = (limits.num_blocks - 1) * limits.block_size // BALANCE_DIVISOR
@@ -64,9 +70,9 @@ class Placer:
         self._next_index = 0
         self._with_new: set[int] = set()
         """Indices of the replicas that may have waiting requests that never ran. All others have none."""
-        self._blocked: tuple[Entry, bool, list[Capacity]] | None = None
+        self._blocked: tuple[Entry, bool, list[RoutedReplica], list[Capacity]] | None = None
         """The last attempt in which no replica could start the first request: the request, whether the request was
-        late, and the capacities of the replicas. None before the first of these attempts.
+        late, the ready replicas and their capacities. None before the first of these attempts.
         """
 
     def place(self, now: float) -> None:
@@ -76,7 +82,7 @@ class Placer:
         """
         if not self._intake and not self._with_new:
             return  # the most frequent case, whose cost must not grow with the number of replicas
-        live = [replica for replica in self._replicas if replica.is_live]
+        live = self._ready()
         if not live:
             return
         if self._intake:
@@ -210,14 +216,20 @@ class Placer:
         recalled = False
         waiting = [index for index in sorted(self._with_new) if self._replicas[index].scheduler.num_waiting]
         self._with_new = set(waiting)
-        for replica in [self._replicas[index] for index in waiting] if len(live) > 1 else ():
-            if not replica.is_live or not replica.scheduler.capacity().is_held_up:
+        for replica in [self._replicas[index] for index in waiting]:
+            if not replica.is_live or live == [replica] or not replica.scheduler.capacity().is_held_up:
                 continue
-            stuck = [entry for entry in replica.entries.values() if not entry.has_run and not entry.request.group]
+            stuck = [entry for entry in self._own(replica) if not entry.has_run and not entry.request.group]
             if stuck and self._has_better(stuck[0], replica, live):
                 self.recall(replica, stuck, now)
                 recalled = True
         return recalled
+
+    def _own(self, replica: RoutedReplica) -> list[Entry]:
+        """Returns the requests of ``replica`` that came from this queue. Others may come from the queue of a pool whose
+        replicas are lost.
+        """
+        return [entry for key, entry in replica.entries.items() if key in self._intake.sequences]
 
     def _has_better(self, entry: Entry, replica: RoutedReplica, live: list[RoutedReplica]) -> bool:
         """Returns True if a request that ``replica`` cannot start now would go to another replica after a recall."""
@@ -253,7 +265,7 @@ class Placer:
         by = [request_id for replica in live for request_id in list(replica.entries)[:MAX_BLOCKERS]][:MAX_BLOCKERS]
         entry.request.receipt.blocked(reason, by, now)
         self._intake.line.blocked(reason, by, now)
-        self._blocked = (entry, self._is_late(entry), capacities)
+        self._blocked = (entry, self._is_late(entry), live, capacities)
 
     def _is_still_blocked(self, entry: Entry, live: list[RoutedReplica]) -> bool:
         """Returns True if the same request is still first in the queue and no replica has gained capacity since the
@@ -263,6 +275,6 @@ class Placer:
         """
         if self._blocked is None or self._blocked[0] is not entry or self._blocked[1] != self._is_late(entry):
             return False
+        _, _, before, capacities_before = self._blocked
         capacities = [replica.scheduler.capacity() for replica in live]
-        before = self._blocked[2]
-        return len(capacities) == len(before) and not any(map(Capacity.has_grown, capacities, before))
+        return live == before and not any(map(Capacity.has_grown, capacities, capacities_before))

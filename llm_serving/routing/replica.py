@@ -94,6 +94,8 @@ class RoutedReplica:
         """Requests on this replica that have not ended, by id, in the order of their placement."""
         self.is_live = False
         """True while the replica's agents are ready."""
+        self.is_gone = False
+        """True if the replica's agents were lost and will not start again."""
         self.num_placed = dict.fromkeys(Placed, 0)
         """Number of requests that the router placed here since the start, by reason."""
         self.num_recalled = 0

@@ -10,26 +10,29 @@ machines, it may also wait for a transfer of its blocks. A placed request moves 
 capacity but another one has, or if the agents are lost. Requests that have run before are first in the queue, in order
 of arrival. Their known tokens are computed again.
 
+With ``pools`` (by prompt length), each pool has a queue with admission limits and an order of its own. So prompts that
+wait for one pool do not delay prompts of another pool.
+
 Samples of one prompt and beams of one search have the same ``group``. All requests of a group go to one replica, even
 if they must wait there, because they share blocks through its prefix cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
-from llm_serving.errors import QueueFullError
+from llm_serving.errors import AgentLostError, QueueFullError, RequestError
 from llm_serving.request import FinishReason, Request
 from llm_serving.routing.placement import Role, Routing
-from llm_serving.routing.placer import Placer
+from llm_serving.routing.pools import PoolStatus, PromptPools
+from llm_serving.routing.queue import Queue
 from llm_serving.routing.replica import Entry, RoutedReplica
 from llm_serving.scheduler.figures import Figures
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
 from llm_serving.scheduler.scheduler import Scheduler
-from llm_serving.waiting.intake import Intake
-from llm_serving.waiting.slo_order import make_order
 
 if TYPE_CHECKING:
     from llm_serving.routing.hand_over_desk import HandOverDesk
@@ -44,24 +47,46 @@ class Router:
         schedulers: Sequence[Scheduler],
         routing: Routing = Routing.PREFIX,
         split: PrefillSplit | None = None,
+        pools: PromptPools | None = None,
     ) -> None:
-        """``split`` assigns prompts to prefill replicas. None: every replica computes prompts and decodes."""
+        """``split`` assigns prompts to prefill replicas. None: every replica computes prompts and decodes.
+
+        ``pools`` has the pools of the replicas. None: every replica serves prompts of any length. A router has a split
+        or pools, but not both.
+        """
+        assert split is None or pools is None, "the config refuses roles with pools"
         self.limits: SchedulerLimits = schedulers[0].limits
         self.split = split
         roles = [Role.BOTH] * len(schedulers) if split is None else split.roles
         self.replicas = [RoutedReplica(index, *pair) for index, pair in enumerate(zip(schedulers, roles, strict=True))]
-        self._intake = Intake(self.limits, make_order(self.limits))
+        self._pools = PromptPools.of_all(len(schedulers)) if pools is None else pools
         self._entries: dict[str, Entry] = {}
-        self._placer = Placer(self.replicas, self._intake, self._entries, routing, split)
+        self._placed: set[int] = set()
+        """Indices of the replicas that got requests after their last call of ``schedule``."""
+        self._queues = [
+            Queue(self.replicas, self._entries, routing, partial(self._ready, number), self._placed, split)
+            for number in range(len(self._pools))
+        ]
+        """The queue of each pool. Without pools, there is one queue."""
+        self._num_arrivals = 0
+        """Number of requests accepted since the start."""
         self._desk = None if split is None else self._made_desk(split)
 
     def _made_desk(self, split: PrefillSplit) -> HandOverDesk:
         """Creates the ``HandOverDesk``. Imports its module here, because only servers with separate prefill need it."""
         from llm_serving.routing.hand_over_desk import HandOverDesk
 
-        desk = HandOverDesk(split, self.replicas, self._entries, self._intake, self._placer)
-        self._placer.hand_over = desk.hand_over
+        [queue] = self._queues
+        desk = HandOverDesk(split, self.replicas, self._entries, queue.intake, queue.placer)
+        queue.placer.hand_over = desk.hand_over
         return desk
+
+    def _ready(self, pool: int) -> list[RoutedReplica]:
+        """Returns the ready replicas that may serve the requests of a pool."""
+        return self._pools.able(pool, [replica for replica in self.replicas if replica.is_live])
+
+    def _queue_of(self, request: Request) -> Queue:
+        return self._queues[self._pools.pool_of(len(request.prompt_token_ids))]
 
     @property
     def is_idle(self) -> bool:
@@ -77,18 +102,30 @@ class Router:
 
     @property
     def num_unplaced(self) -> int:
-        """Number of requests in the router's queue."""
-        return len(self._intake)
+        """Number of requests in the router's queues."""
+        return sum(len(queue.intake) for queue in self._queues)
+
+    def pool_statuses(self) -> list[PoolStatus]:
+        """Returns the present state of each pool. Any thread may call this method."""
+        waiting = [len(queue.intake) for queue in self._queues]
+        return [status for status in self._pools.statuses(self.replicas, waiting) if status.name]
 
     # The following methods have the names of ``Scheduler``'s methods, whose docstrings describe them.
 
     def add_request(self, request: Request) -> None:
-        sequence = self._intake.add(request, self._num_free_rows())
-        self._entries[request.request_id] = Entry(sequence)
+        pool = self._pools.pool_of(len(request.prompt_token_ids))
+        if self._is_closed(pool):
+            raise AgentLostError(self._pools.loss_of(pool))
+        if request.request_id in self._entries:
+            raise RequestError(f"a request with the id {request.request_id!r} is being served", param="request_id")
+        self._entries[request.request_id] = Entry(self._queues[pool].add(request, self._num_arrivals))
+        self._num_arrivals += 1
         request.replica = None
 
     def queue_full(self, tenant: str = "") -> QueueFullError | None:
-        return self._intake.queue_full(self._num_free_rows(), tenant)
+        """Returns an error only if the queues of all pools are full, because the length of the prompt is not known."""
+        full = [queue.intake.queue_full(queue.num_free_rows, tenant) for queue in self._queues]
+        return None if None in full else full[0]
 
     def finish_request(self, request_id: str, reason: FinishReason, now: float) -> RequestUpdate | None:
         entry = self._entries.get(request_id)
@@ -116,7 +153,7 @@ class Router:
         return updates
 
     def take_ended(self) -> list[RequestUpdate]:
-        return self._intake.take_ended()
+        return [update for queue in self._queues for update in queue.intake.take_ended()]
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless each request is in exactly one place and each scheduler passes its own integrity
@@ -134,15 +171,17 @@ class Router:
         unplaced = sum(entry.replica is None and entry.trip is None for entry in self._entries.values())
         placed = sum(len(replica.entries) for replica in self.replicas)
         travelling = 0 if self._desk is None else self._desk.num_travelling
-        if unplaced != len(self._intake) or unplaced + placed + travelling != len(self._entries):
+        if unplaced != self.num_unplaced or unplaced + placed + travelling != len(self._entries):
             raise AssertionError(
-                f"{len(self._entries)} requests: {len(self._intake)} wait for a replica, {placed} have one, "
+                f"{len(self._entries)} requests: {self.num_unplaced} wait for a replica, {placed} have one, "
                 f"{travelling} wait for a transfer"
             )
         if self._desk is not None:
             self._desk.check_integrity()
-        if self._entries.keys() != self._intake.sequences.keys():
-            raise AssertionError(f"the intake has {len(self._intake.sequences)} of {len(self._entries)} requests")
+        known = sum(len(queue.intake.sequences) for queue in self._queues)
+        at_home = [key in self._queue_of(one.request).intake.sequences for key, one in self._entries.items()]
+        if known != len(self._entries) or not all(at_home):
+            raise AssertionError(f"the intakes have {known} of {len(self._entries)} requests")
 
     # The following methods concern the steps of one replica.
 
@@ -156,8 +195,7 @@ class Router:
         """
         replica = self.replicas[index]
         replica.is_live = False
-        waiting = [entry for entry in replica.entries.values() if not entry.has_run]
-        self._placer.recall(replica, waiting, now)
+        self._recall(replica, [entry for entry in replica.entries.values() if not entry.has_run], now)
 
     def is_drained(self, index: int) -> bool:
         """Returns True if a replica has no requests, and no transfer reads or writes its hand-over pool."""
@@ -170,27 +208,29 @@ class Router:
         Before this, places the requests whose blocks have arrived from other machines or cannot arrive.
         """
         while self._desk is not None and self._desk.settle(now):
-            self._placer.place(now)
-        placed = sorted(self._placer.placed)
-        self._placer.placed.clear()
+            self._place(now)
+        placed = sorted(self._placed)
+        self._placed.clear()
         return placed
 
     @property
     def next_deadline(self) -> float | None:
-        """The earliest deadline of a request in the router's queue."""
-        return self._intake.next_deadline
+        """The earliest deadline of a request in the router's queues."""
+        deadlines = (queue.intake.next_deadline for queue in self._queues)
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def expire(self, now: float) -> None:
         """Ends the requests in the router's queue whose deadline has passed. ``schedule`` also calls this method."""
-        for sequence in self._intake.expire(now):
-            del self._entries[sequence.request.request_id]
-            sequence.request.end_tiles()
+        for queue in self._queues:
+            for sequence in queue.intake.expire(now):
+                del self._entries[sequence.request.request_id]
+                sequence.request.end_tiles()
 
     def schedule(self, replica: RoutedReplica, now: float) -> ScheduledStep | None:
         """Places waiting requests at replicas that can start them, then returns the next step of ``replica``."""
         self.expire(now)
-        self._placer.place(now)
-        self._placer.placed.discard(replica.index)
+        self._place(now)
+        self._placed.discard(replica.index)
         step = replica.scheduler.schedule(now)
         self._take_ended(replica)
         if self._desk is not None:
@@ -201,7 +241,7 @@ class Router:
 
     def next_wakeup(self, replica: RoutedReplica, now: float) -> float | None:
         """Returns the replica's next wakeup or the next deadline in the router's queue, whichever is earlier."""
-        wakeup, deadline = replica.scheduler.next_wakeup(now), self._intake.next_deadline
+        wakeup, deadline = replica.scheduler.next_wakeup(now), self.next_deadline
         if deadline is None:
             return wakeup
         return max(deadline, now) if wakeup is None else min(wakeup, max(deadline, now))
@@ -223,7 +263,21 @@ class Router:
         self._take_ended(replica)
         if self._desk is not None:
             self._desk.lose(replica, now)
-        self._placer.recall(replica, list(replica.entries.values()), now)
+        self._recall(replica, list(replica.entries.values()), now)
+
+    def give_up(self, index: int, now: float) -> None:
+        """Records that the agents of a lost replica will not start again. Ends the requests that no replica can serve.
+        """
+        self.replicas[index].is_gone = True
+        for pool in filter(self._is_closed, range(len(self._pools))):
+            intake = self._queues[pool].intake
+            for entry in [self._entries[request_id] for request_id in intake.sequences]:
+                self._end_waiting(entry, FinishReason.ERROR, now)
+                intake.note_ended([RequestUpdate(entry.request, error=self._pools.loss_of(pool))])
+
+    def _is_closed(self, pool: int) -> bool:
+        """Returns True if no replica can serve the requests of a pool, now or later."""
+        return not self._pools.able(pool, [replica for replica in self.replicas if not replica.is_gone])
 
     def distrust_blocks(self, now: float, *, recompute: bool) -> None:
         """Drops all cached and handed blocks of all replicas, because one replica may have computed wrong values.
@@ -235,7 +289,7 @@ class Router:
         for each in self.replicas:
             each.scheduler.distrust_blocks(now, recompute=recompute)
             self._take_hand_overs(each, now)
-            self._placer.placed.add(each.index)  # requests may wait at this replica, and no other event may follow
+            self._placed.add(each.index)  # requests may wait at this replica, and no other event may follow
         if self._desk is not None:
             self._desk.distrust()
 
@@ -243,6 +297,16 @@ class Router:
         """Processes the changes of hand-overs that a replica's scheduler has reported during the last call."""
         if self._desk is not None:
             self._desk.take(replica, now)
+
+    def _place(self, now: float) -> None:
+        for queue in self._queues:
+            queue.placer.place(now)
+
+    def _recall(self, replica: RoutedReplica, entries: Sequence[Entry], now: float) -> None:
+        """Moves requests of a replica back to their queues."""
+        for queue in self._queues:
+            own = [entry for entry in entries if entry.request.request_id in queue.intake.sequences]
+            queue.placer.recall(replica, own, now)
 
     # The following methods process requests that have ended, and forget them.
 
@@ -253,13 +317,13 @@ class Router:
         ended = replica.scheduler.take_ended()
         if ended:
             self._note_updates(ended)
-            self._intake.note_ended(ended)
+            self._queues[0].intake.note_ended(ended)  # ``take_ended`` returns the updates of all queues
 
-    def _note_updates(self, updates: Iterable[RequestUpdate]) -> None:
+    def _note_updates(self, updates: Sequence[RequestUpdate]) -> None:
         """Charges new tokens to the tenants of their requests, and removes requests that have ended."""
-        if self.limits.fairness and self._intake.has_tenants:
-            known = (each for each in updates if each.request.request_id in self._entries)
-            self._intake.order.charge_outputs(each.request for each in known if each.token_id is not None)
+        if self.limits.fairness:
+            for queue in self._queues:
+                queue.charge_outputs(updates)
         for update in updates:
             if update.request.is_finished and not update.num_later:
                 entry = self._entries.get(update.request.request_id)
@@ -269,23 +333,17 @@ class Router:
     def _end_waiting(self, entry: Entry, reason: FinishReason, now: float) -> None:
         """Ends a request that is in the router's queue, or that waits for a transfer of its blocks."""
         del self._entries[entry.request.request_id]
+        intake = self._queue_of(entry.request).intake
         if entry.trip is None:
-            self._intake.remove(entry.sequence)
+            intake.remove(entry.sequence)
         if self._desk is not None:
             self._desk.free(entry)
-        self._intake.end(entry.sequence, reason, now)
+        intake.end(entry.sequence, reason, now)
         entry.request.end_tiles()
 
     def _forget(self, entry: Entry) -> None:
         """Removes a request that was placed at a replica and has ended."""
         request_id = entry.request.request_id
-        del self._entries[request_id], self._intake.sequences[request_id]
+        del self._entries[request_id], self._queue_of(entry.request).intake.sequences[request_id]
         if entry.replica is not None:
             del entry.replica.entries[request_id]
-
-    def _num_free_rows(self) -> int:
-        """Returns the number of free batch rows of ready replicas, minus the requests that wait at these replicas.
-
-        The result may be negative.
-        """
-        return sum(replica.scheduler.num_spare_rows for replica in self.replicas if replica.is_live)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llm_serving.kvstore.store import TierFigures
 from llm_serving.scheduler.figures import Figures
+
+if TYPE_CHECKING:
+    from llm_serving.routing.pools import PoolStatus
 
 
 class EngineState(enum.Enum):
@@ -75,6 +78,8 @@ class EngineStatus:
     replicas: list[ReplicaStatus] = field(default_factory=list)
     hand_overs: Mapping[str, float] | None = None
     """Counts of the hand-overs between prefill and decode replicas. None if replicas have no roles."""
+    pools: Sequence[PoolStatus] = ()
+    """The pools of replicas by prompt length. Empty if there are none."""
     awaits_retry: bool = False
     """Whether a request was refused because no node had ready agents, and its client may try again."""
 
@@ -93,4 +98,5 @@ class EngineStatus:
             "agents": self.agents,
             "replicas": [replica.as_json() for replica in self.replicas],
             **({} if self.hand_overs is None else {"hand_overs": dict(self.hand_overs)}),
+            **({"pools": [pool.as_json() for pool in self.pools]} if self.pools else {}),
         }

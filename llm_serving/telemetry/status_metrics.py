@@ -75,6 +75,10 @@ class StatusCollector(Collector):
             from llm_serving.telemetry.hand_over_metrics import hand_over_families
 
             yield from hand_over_families(status.hand_overs)
+        if status.pools:
+            from llm_serving.telemetry.pool_metrics import pool_families
+
+            yield from pool_families(status.pools)
 
 
 class DroppedLinesCollector(Collector):

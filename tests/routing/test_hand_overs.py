@@ -467,10 +467,10 @@ def test_a_request_that_another_call_put_back_is_placed() -> None:
     request back.
     """
     simulation, pools = travelling(Role.PREFILL, Role.DECODE)
-    place = simulation.router._placer.place
-    simulation.router._placer.place = lambda now: pools.end(error=TransferError("a test"))  # type: ignore
+    place = simulation.router._queues[0].placer.place
+    simulation.router._queues[0].placer.place = lambda now: pools.end(error=TransferError("a test"))  # type: ignore
     simulation.replicas[0].scheduler.schedule(simulation.now)
-    simulation.router._placer.place = place  # type: ignore[method-assign]
+    simulation.router._queues[0].placer.place = place  # type: ignore[method-assign]
     assert simulation.router.num_unplaced == 1
     assert simulation.router.take_placed(simulation.now) == [1]
     simulation.finish()

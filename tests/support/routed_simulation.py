@@ -14,6 +14,7 @@ from typing import Any
 from llm_serving.kvstore.store import BlockStore
 from llm_serving.request import Request
 from llm_serving.routing.placement import Routing
+from llm_serving.routing.pools import PromptPools
 from llm_serving.routing.prefill_split import PrefillSplit
 from llm_serving.routing.router import Router
 from llm_serving.routing.sources import ReplicaSource, replica_sources
@@ -87,6 +88,7 @@ class RoutedSimulation(SimulatedClients):
         record: Callable[[Scheduler, int], Scheduler] | None = None,
         split: PrefillSplit | None = None,
         tier_hosts: int = 0,
+        pools: PromptPools | None = None,
     ) -> None:
         """Makes the replicas and their router. If ``split`` is given, prefill and decode run on separate replicas."""
         self.split = split
@@ -100,6 +102,7 @@ class RoutedSimulation(SimulatedClients):
             schedulers if record is None else [record(one, index) for index, one in enumerate(schedulers)],
             routing,
             split,
+            pools,
         )
         super().__init__(self.router)
         self.limits = limits
@@ -161,10 +164,10 @@ class RoutedSimulation(SimulatedClients):
         return number
 
     def _check_busy(self) -> None:
-        """Checks that every ready replica has work while a request waits for a replica."""
-        if self.router.num_unplaced and self.split is None:
-            for index, replica in enumerate(self.replicas):
-                assert not (replica.is_ready and replica.inner.is_idle), f"replica {index} idles"
+        """Checks that every ready replica that may serve a waiting request has work."""
+        for queue in self.router._queues if self.split is None else ():
+            for routed in queue._ready() if queue.intake else ():
+                assert not self.inner[routed.index].is_idle, f"replica {routed.index} idles"
 
     def _some(self, condition: Callable[[FakeReplica], Any]) -> FakeReplica | None:
         able = [replica for replica in self.replicas if condition(replica)]
@@ -307,7 +310,8 @@ class RoutedSimulation(SimulatedClients):
             assert scheduler.num_spare_rows == rows, "the cheap figure is the same as that of the capacity"
         with_new = [one for one in self.router.replicas if any(not entry.has_run for entry in one.entries.values())]
         waiting = {replica.index for replica in with_new if self.inner[replica.index].num_waiting}
-        assert waiting <= self.router._placer._with_new, "a replica with a new request that waits is looked at"
+        looked_at = set().union(*(queue.placer._with_new for queue in self.router._queues))
+        assert waiting <= looked_at, "a replica with a new request that waits is looked at"
         assert len(self.requests) - len(self.ended) == len(self.router._entries)
 
     def check_quiet(self) -> None:
@@ -334,8 +338,15 @@ class RoutedPlayer(Player):
     If the script loses the agents, only one replica is lost, and it returns later.
     """
 
-    def __init__(self, limits: dict[str, Any], num_replicas: int, seed: int, routing: Routing = Routing.PREFIX) -> None:
-        self.routed = RoutedSimulation(make_script_limits(limits), num_replicas, seed, routing)
+    def __init__(
+        self,
+        limits: dict[str, Any],
+        num_replicas: int,
+        seed: int,
+        routing: Routing = Routing.PREFIX,
+        pools: PromptPools | None = None,
+    ) -> None:
+        self.routed = RoutedSimulation(make_script_limits(limits), num_replicas, seed, routing, pools=pools)
         self.simulation: Any = self.routed
 
     def do(self, operation: Operation) -> None:
@@ -378,9 +389,15 @@ class RoutedPlayer(Player):
         self.routed.lose(self.routed.rng.randrange(len(self.routed.replicas)))
 
 
-def play_routed(script: Script, num_replicas: int, seed: int, routing: Routing = Routing.PREFIX) -> RoutedSimulation:
+def play_routed(
+    script: Script,
+    num_replicas: int,
+    seed: int,
+    routing: Routing = Routing.PREFIX,
+    pools: PromptPools | None = None,
+) -> RoutedSimulation:
     """Runs a script until all its requests have ended. Raises AssertionError if a check fails."""
-    player = RoutedPlayer(script.limits, num_replicas, seed, routing)
+    player = RoutedPlayer(script.limits, num_replicas, seed, routing, pools)
     for operation in script.operations:
         player.do(operation)
     player.finish()

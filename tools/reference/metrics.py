@@ -69,7 +69,8 @@ def metrics_page() -> str:
     comparison = {"agreement": 0.0, "perplexity": {"change": 0.0}, "latency_ratio": 0.0}
     metrics.registry.register(ShadowCollector(lambda: {**shadow, "comparison": comparison}))
     hand_overs = dict.fromkeys((*hand_over_metrics.COUNTERS, *hand_over_metrics.GAUGES), 0)
-    status = _Status(state="ready", agents=[agent], replicas=[replica], hand_overs=hand_overs)
+    pool = _Status(name="")
+    status = _Status(state="ready", agents=[agent], replicas=[replica], hand_overs=hand_overs, pools=[pool])
     metrics.bind(lambda: status)  # type: ignore[arg-type, return-value]
     declared = {each._name: each._labelnames for each in metrics.registry._collector_to_names if hasattr(each, "_name")}
     titles = ("Requests and steps", "Models", "Replicas", "Agents", "NPUs", "Process")
@@ -102,6 +103,7 @@ def _vllm_names() -> str:
 
 def _section(name: str) -> str:
     parts = {"llm_serving_replica_": "Replicas", "llm_serving_agent_": "Agents", "llm_serving_npu_": "NPUs"}
+    parts["llm_serving_pool_"] = "Replicas"
     parts["llm_serving_model_"] = "Models"
     parts["llm_serving_"] = "Requests and steps"
     return next((title for prefix, title in parts.items() if name.startswith(prefix)), "Process")
@@ -114,5 +116,5 @@ def _labels(family: Any) -> list[str]:
 def _label(name: str, family: Any) -> str:
     """Returns a metric's label as text, with its possible values if the server defines them in advance."""
     values = list(dict.fromkeys(sample.labels[name] for sample in family.samples if name in sample.labels))
-    fixed = values and name not in ("adapter", "model", "replica", "rank", "device")
+    fixed = values and name not in ("adapter", "model", "pool", "replica", "rank", "device")
     return f"`{name}` ({', '.join(values)})" if fixed else f"`{name}`"

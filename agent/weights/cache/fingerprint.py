@@ -58,7 +58,7 @@ def _settings(config: Config, rank: int) -> dict[str, object]:
         "isa": kernel_isa(),
         "shape": asdict(config.shape),
         "pools": config.pooling is not None,
-        "parallel": {**asdict(parallel), "data_parallel": 1, "routing": ""},
+        "parallel": {**asdict(parallel), "data_parallel": 1, "routing": "", "pools": None},
         "rank": rank % parallel.group_size,  # replicas have the same weights
     }
 
