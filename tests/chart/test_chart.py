@@ -197,6 +197,18 @@ def test_a_pool_of_agents_goes_down_to_none_while_the_server_stays(tmp_path):
     assert outgoing["to"] == [policy["ingress"][0]["from"][1]], "pods with agents reach each other, and nothing else"
 
 
+@pytest.mark.parametrize(("minimum", "idle"), [(0, 0), (1, None)])
+def test_pools_by_prompt_length_reach_the_server_and_keep_all_pods(tmp_path, minimum, idle):
+    pools = [{"name": "short", "replicas": 2, "maxPromptTokens": "2048"}, {"name": "long", "replicas": 1}]
+    found = manifests(tmp_path, {**POOL, "agentPool": {**POOL["agentPool"], "pools": pools, "minReplicas": minimum}})
+    [server] = by_kind(found, "StatefulSet")["spec"]["template"]["spec"]["containers"]
+    wanted = '[{name: "short", replicas: 2, max_prompt_tokens: 2048}, {name: "long", replicas: 1}]'
+    assert f"--set=parallel_config.pools={wanted}" in server["args"]
+    assert "--set=parallel_config.data_parallel=3" in server["args"]
+    scaled = by_kind(found, "ScaledObject", "chat-agents")["spec"]
+    assert (scaled["minReplicaCount"], scaled["maxReplicaCount"], scaled.get("idleReplicaCount")) == (3, 3, idle)
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -215,6 +227,12 @@ def test_a_pool_of_agents_goes_down_to_none_while_the_server_stays(tmp_path):
         ({"agentPool": {"enabled": True}, "replicas": 2}, "replicas"),
         ({"agentPool": {"enabled": True}, "autoscaling": {"enabled": True}}, "autoscaling"),
         ({"settings": {"parallel_config.nodes": "[a:1]"}}, "settings"),
+        ({"agentPool": {"pools": [{"name": "a b", "replicas": 1}]}}, "name"),
+        ({"agentPool": {"pools": [{"name": "a", "replicas": 0}]}}, "replicas"),
+        ({"agentPool": {"pools": [{"name": "a"}]}}, "replicas"),
+        ({"agentPool": {"pools": [{"name": "a", "replicas": 1, "maxPromptTokens": 9}]}}, "maxPromptTokens"),
+        ({"agentPool": {"pools": [{"name": "a", "replicas": 1, "maxPromptToken": "9"}]}}, "maxPromptToken"),
+        ({"agentPool": {"enabled": True}, "settings": {"parallel_config.pools": "[]"}}, "settings"),
     ],
 )
 def test_wrong_values_are_refused_by_name(tmp_path, changes, named):
