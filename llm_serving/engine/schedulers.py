@@ -68,11 +68,11 @@ def make_front(
     if len(schedulers) == 1 and not on_nodes:
         return schedulers[0], [*schedulers]
     split = prefill_split(config, schedulers[0].limits, pools)
-    router = Router(schedulers, Routing(config.parallel_config.routing), split, _pools(config))
+    router = Router(schedulers, Routing(config.parallel_config.routing), split, prompt_pools(config))
     return router, [*replica_sources(router)]
 
 
-def _pools(config: Config) -> PromptPools | None:
+def prompt_pools(config: Config) -> PromptPools | None:
     """Returns the pools of replicas by prompt length, or None if the config has none."""
     pools = config.parallel_config.pools
     if pools is None:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from llm_serving.ipc.shm import NUM_SLOTS
 from llm_serving.kvstore.store import BlockStore
 from llm_serving.routing.placement import Routing
+from llm_serving.routing.pools import PromptPools
 from llm_serving.routing.prefill_split import PrefillSplit
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import ScheduledStep, StepKind
@@ -167,13 +168,15 @@ class VirtualCluster(VirtualServer):
         seed: int = 0,
         routing: Routing = Routing.PREFIX,
         split: PrefillSplit | None = None,
+        pools: PromptPools | None = None,
     ) -> None:
         host = host or HostModel()
         base = replace(host, from_agent_s=host.from_agent_s + cluster.latency_s)
         if cluster.measures:
             names = ("result_s", "result_seq_s", "send_s", "send_seq_s", "request_s")
             base = replace(base, **{name: getattr(REST, name) for name in names})
-        super().__init__(limits, device, source, base, spread, seed, max(cluster.num_replicas, 2), routing, split)
+        count = max(cluster.num_replicas, 2)
+        super().__init__(limits, device, source, base, spread, seed, count, routing, split, pools)
         assert self._router is not None
         self._model = cluster
         self._new_agent: Callable[[int], VirtualAgent] = lambda index: VirtualAgent(

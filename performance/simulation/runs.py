@@ -6,12 +6,14 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+from llm_serving.engine.schedulers import prompt_pools
 from llm_serving.routing.placement import Routing
 from performance.load.client import LoadRun
 from performance.load.endpoint import Endpoint
 from performance.load.options import LoadOptions
 from performance.load.report import report_json
 from performance.load.statistics import LoadFigures, measure
+from performance.program import UsageError
 from performance.simulation.cluster import ClusterModel, ClusterOutcome, VirtualCluster
 from performance.simulation.roles import simulated_split
 from performance.simulation.server import Outcome, VirtualServer
@@ -83,13 +85,18 @@ def _server(setup: Setup, source: Source, options: LoadOptions, cluster: Cluster
     config, limits = setup.config, setup.limits
     routing, common = Routing(config.parallel_config.routing), (limits, setup.device, source)
     num_replicas = (0 if cluster is None else cluster.num_replicas) or config.parallel_config.data_parallel
-    split = simulated_split(config, limits, num_replicas)
+    split, pools = simulated_split(config, limits, num_replicas), prompt_pools(config)
+    if pools is not None and num_replicas != config.parallel_config.data_parallel:
+        raise UsageError(
+            f"--replicas {num_replicas}: parallel_config.pools has {config.parallel_config.data_parallel} replicas; "
+            "they must agree"
+        )
     if cluster is None:
-        return VirtualServer(*common, setup.host, setup.spread, options.seed, num_replicas, routing, split)
+        return VirtualServer(*common, setup.host, setup.spread, options.seed, num_replicas, routing, split, pools)
     cluster = replace(
         cluster,
         num_replicas=num_replicas,
         tier_blocks=config.kv_tier_config.host_blocks,
         block_bytes=config.kv_bytes_per_token * config.pa_config.block_size,
     )
-    return VirtualCluster(*common, cluster, setup.host, setup.spread, options.seed, routing, split)
+    return VirtualCluster(*common, cluster, setup.host, setup.spread, options.seed, routing, split, pools)

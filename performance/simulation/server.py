@@ -18,6 +18,7 @@ from llm_serving.errors import ContextLengthError, QueueFullError
 from llm_serving.ipc.shm import NUM_SLOTS
 from llm_serving.request import FinishReason, Request
 from llm_serving.routing.placement import Routing
+from llm_serving.routing.pools import PromptPools
 from llm_serving.routing.prefill_split import PrefillSplit
 from llm_serving.routing.router import Router
 from llm_serving.routing.sources import RequestFront, StepSource, replica_sources
@@ -105,9 +106,10 @@ class VirtualServer:
         num_replicas: int = 1,
         routing: Routing = Routing.PREFIX,
         split: PrefillSplit | None = None,
+        pools: PromptPools | None = None,
     ) -> None:
         schedulers = self._schedulers = [Scheduler(limits) for _ in range(num_replicas)]
-        self._router = Router(schedulers, routing, split) if num_replicas > 1 else None
+        self._router = Router(schedulers, routing, split, pools) if num_replicas > 1 else None
         self.scheduler: RequestFront = self._router or schedulers[0]
         self._limits = limits
         self._source = source

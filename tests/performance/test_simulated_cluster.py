@@ -182,6 +182,18 @@ def test_the_program_repeats_the_roles_of_the_config(tmp_path: Path, capsys: pyt
     assert "use a multiple of 2" in capsys.readouterr().err
 
 
+def test_the_program_simulates_pools_by_prompt_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "pools.json"
+    pools = "parallel_config.pools=[{name: short, max_prompt_tokens: 400}, {name: long}]"
+    arguments = [*ON_A_CPU[:-1], pools, "--nodes", "2"]
+    assert main([*arguments, "--json", str(path)]) == 0
+    [run] = json.loads(path.read_text())["policies"].values()
+    assert (run["requests"], run["failed"]) == (10, 0)
+    assert [sum(placed.values()) > 0 for placed in run["replicas"]] == [True, True]
+    assert main([*arguments, "--replicas", "4"]) == 2
+    assert "--replicas 4: parallel_config.pools has 2 replicas" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 
+from llm_serving.routing.pools import PromptPool, PromptPools
 from llm_serving.scheduler.limits import Policy
 from llm_serving.scheduler.output import ScheduledStep
 from performance.simulation.server import Outcome, VirtualServer
@@ -189,6 +190,19 @@ def test_virtual_time_that_does_not_advance_is_an_error(monkeypatch: pytest.Monk
     monkeypatch.setattr(server.scheduler, "next_wakeup", lambda now: 0.0)
     with pytest.raises(AssertionError, match=r"virtual time stays at 0\.0"):
         server.run()
+
+
+def test_pools_by_prompt_length_are_simulated() -> None:
+    """Three short prompts run one after the other at replica 1, and the long prompt runs at replica 0."""
+    pools = PromptPools([PromptPool("short", 1, 5), PromptPool("long", 1)])
+    requests = [ask(5, 4), ask(5, 4), ask(6, 4), ask(5, 4)]
+    server = VirtualServer(
+        limits(max_num_seqs=1), FlatDevice(), OpenLoop(requests, [0.0] * 4), NO_TIME, num_replicas=2, pools=pools
+    )
+    outcome = server.run()
+    end = PREFILL_S + 3 * DECODE_S
+    assert [record.end for record in outcome.records] == pytest.approx([end, 2 * end, end, 3 * end])
+    assert outcome.placed == [{"load": 1}, {"load": 3}]
 
 
 def test_two_replicas_run_two_requests_in_parallel() -> None:
