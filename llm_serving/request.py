@@ -66,6 +66,7 @@ class SchedulingParams:
     ttft_objective: float | None = None
     tbt_objective: float | None = None
     deadline: float | None = None
+    pool: str = ""
     group: str = ""
     trace: TraceSource | None = None
     """The trace of the HTTP request. None if the request is not traced."""
@@ -186,6 +187,8 @@ class Request:
     """A request without a first token at this time is dropped (``FinishReason.ABORT``)."""
     num_cached_tokens: int = 0
     """Number of prompt tokens found in the prefix cache at the first start."""
+    pool: str = ""
+    """Name of the pool of replicas. Empty for the pool that the length of the prompt decides."""
     group: str = ""
     """Name of the request group: samples of one prompt, or beams of one search. They run on the same replica. Empty
     without a group.

@@ -163,7 +163,8 @@ class BeamSearch:
         """
         self._open_step = open_step
         self._params = params
-        self._scheduling = replace(scheduling, group=whole.request_id)
+        # The prompts of later steps may exceed the limit of the request's pool, so their lengths decide the pool.
+        self._scheduling = replace(scheduling, group=whole.request_id, pool="")
         self._clock = clock
         self._step = 0
         self._sampling = SamplingParams(

@@ -47,6 +47,8 @@ class RequestMaker:
         Raises RequestError and DeadlineExceededError, see ``AsyncEngine.open``.
         """
         self._check_tokens(prompt_token_ids)
+        if scheduling.pool:
+            self._check_pool(scheduling.pool, len(prompt_token_ids))
         if self._free is not None:
             sampling = replace(sampling, keeps_history=True)
         now = self._clock()
@@ -71,6 +73,7 @@ class RequestMaker:
             priority=scheduling.priority,
             tenant=scheduling.tenant,
             cache_salt=scheduling.cache_salt,
+            pool=scheduling.pool,
             group=scheduling.group,
             ttft_objective=defaults.ttft_objective_ms / 1000.0 if ttft is None else ttft,
             tbt_objective=defaults.tbt_objective_ms / 1000.0 if tbt is None else tbt,
@@ -78,6 +81,18 @@ class RequestMaker:
             receipt=Receipt(now),
             trace=None if scheduling.trace is None else scheduling.trace.sequence(),
         )
+
+    def _check_pool(self, name: str, num_prompt_tokens: int) -> None:
+        pools = {pool.name: pool.max_prompt_tokens for pool in self._config.parallel_config.pools or ()}
+        if name not in pools:
+            known = f"the pools are {', '.join(pools)}" if pools else "the model has no pools (parallel_config.pools)"
+            raise RequestError(f"the pool {name!r} is unknown; {known}", param="pool")
+        limit = pools[name]
+        if limit is not None and num_prompt_tokens > limit:
+            raise RequestError(
+                f"the prompt has {num_prompt_tokens} tokens; the maximum of the pool {name!r} is {limit} tokens",
+                param="pool",
+            )
 
     def _check_tokens(self, token_ids: Sequence[int]) -> None:
         size = self._config.shape.vocab_size

@@ -1,6 +1,7 @@
 """Pools of replicas by the length of the prompt (``parallel_config.pools``).
 
-A request belongs to the pool with the smallest limit that its prompt does not exceed. While a replica of this pool is
+A request belongs to the pool that it names, or else to the pool with the smallest limit that its prompt does not
+exceed. While a replica of this pool is
 ready, the request waits for a replica of this pool. While none is ready, it goes to the pool with the next larger limit
 that has a ready replica. A request never goes to a pool whose limit its prompt exceeds. The limit is for the prompt
 only: outputs, preemptions and restarts do not change the pool.
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from llm_serving.request import Request
 from llm_serving.routing.replica import RoutedReplica
 
 
@@ -51,6 +53,7 @@ class PromptPools:
         """At most one pool may have no limit."""
         self._pools = sorted(pools, key=lambda pool: (pool.max_prompt_tokens is None, pool.max_prompt_tokens or 0))
         self._limits = [pool.max_prompt_tokens for pool in self._pools if pool.max_prompt_tokens is not None]
+        self._numbers = {pool.name: number for number, pool in enumerate(self._pools)}
         self._pool_of_replica = _deal([pool.num_replicas for pool in self._pools])
 
     @classmethod
@@ -61,9 +64,14 @@ class PromptPools:
     def __len__(self) -> int:
         return len(self._pools)
 
-    def pool_of(self, num_prompt_tokens: int) -> int:
-        """Returns the number of the pool for a prompt. The last pool gets all prompts that no other pool takes."""
-        return min(bisect_left(self._limits, num_prompt_tokens), len(self._pools) - 1)
+    def pool_of(self, request: Request) -> int:
+        """Returns the number of the pool that the request names, or else of the pool for the length of its prompt.
+
+        The last pool gets all prompts that no other pool takes.
+        """
+        if request.pool:
+            return self._numbers[request.pool]
+        return min(bisect_left(self._limits, len(request.prompt_token_ids)), len(self._pools) - 1)
 
     def able(self, pool: int, replicas: Sequence[RoutedReplica]) -> list[RoutedReplica]:
         """Returns the members of ``replicas`` that may serve the requests of a pool: those of this pool. If there are

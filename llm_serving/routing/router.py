@@ -86,7 +86,7 @@ class Router:
         return self._pools.able(pool, [replica for replica in self.replicas if replica.is_live])
 
     def _queue_of(self, request: Request) -> Queue:
-        return self._queues[self._pools.pool_of(len(request.prompt_token_ids))]
+        return self._queues[self._pools.pool_of(request)]
 
     @property
     def is_idle(self) -> bool:
@@ -113,7 +113,7 @@ class Router:
     # The following methods have the names of ``Scheduler``'s methods, whose docstrings describe them.
 
     def add_request(self, request: Request) -> None:
-        pool = self._pools.pool_of(len(request.prompt_token_ids))
+        pool = self._pools.pool_of(request)
         if self._is_closed(pool):
             raise AgentLostError(self._pools.loss_of(pool))
         if request.request_id in self._entries:

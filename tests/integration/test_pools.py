@@ -54,6 +54,10 @@ def test_prompts_go_to_their_pool_and_a_lost_pool_loses_nothing(
         assert 'llm_serving_pool_requests_placed_total{pool="short"} 6.0' in metrics
         assert 'llm_serving_pool_replicas_ready{pool="long"} 1.0' in metrics
 
+        unknown = server.post("/v1/completions", {"prompt": "a", "pool": "medium"})
+        assert (unknown["status"], unknown["error"]["param"]) == (400, "pool")
+        assert unknown["error"]["message"] == "the pool 'medium' is unknown; the pools are short, long"
+
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
             asked = thread.submit(ask_all, server, 200)
             deadline = time.monotonic() + time_limit(30.0)

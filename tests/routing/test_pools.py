@@ -50,9 +50,18 @@ def test_the_prompt_decides_the_pool_and_the_output_does_not() -> None:
 
 def test_a_prompt_goes_to_the_smallest_pool_that_it_fits() -> None:
     three = PromptPools([PromptPool("long", 1), PromptPool("short", 1, 4), PromptPool("middle", 1, 8)])
-    assert [three.pool_of(length) for length in (1, 4, 5, 8, 9, 1000)] == [0, 0, 1, 1, 2, 2]
+    assert [three.pool_of(make_request("a", length)) for length in (1, 4, 5, 8, 9, 1000)] == [0, 0, 1, 1, 2, 2]
     limited = PromptPools([PromptPool("short", 1, 4), PromptPool("long", 1, 100)])
-    assert [limited.pool_of(length) for length in (4, 5, 100, 101)] == [0, 1, 1, 1]
+    assert [limited.pool_of(make_request("a", length)) for length in (4, 5, 100, 101)] == [0, 1, 1, 1]
+
+
+def test_a_request_may_name_a_pool_for_longer_prompts() -> None:
+    simulation = routed()
+    named = make_request("named", 3, 4)
+    named.pool = "long"
+    simulation.add(named, make_request("other", 3, 4))
+    simulation.finish()
+    assert places(simulation) == {"named": 0, "other": 1}
 
 
 def test_the_first_replicas_cover_all_pools_and_replica_0_serves_all_prompts() -> None:

@@ -48,6 +48,12 @@ def test_fields_and_headers(server, engine, path, body):
     ]
 
 
+@pytest.mark.parametrize(("path", "body"), DIALECTS)
+def test_a_request_names_a_pool(server, engine, path, body):
+    assert server.post(path, {**body, "pool": "long"}).status_code == 200
+    assert engine.submitted[0].scheduling.pool == "long"
+
+
 @pytest.mark.parametrize(("path", "body"), STREAMS)
 def test_streams_accept_the_scheduling_fields(server, engine, path, body):
     server.events(path, {**body, **TERMS})
@@ -64,6 +70,7 @@ def test_streams_accept_the_scheduling_fields(server, engine, path, body):
         ({"deadline_ms": 1e9}, {}, "deadline_ms", "should be less than or equal to 86400000; got 1000000000.0."),
         ({"cache_salt": ""}, {}, "cache_salt", "should have at least 1 character; got \"\"."),
         ({"cache_salt": 5}, {}, "cache_salt", "should be a valid string; got 5."),
+        ({"pool": ""}, {}, "pool", "should have at least 1 character; got \"\"."),
         ({}, {"X-Priority": "high"}, "X-Priority", "should be a valid integer"),
         ({}, {"X-Deadline-Ms": "soon"}, "X-Deadline-Ms", "should be a valid number"),
         ({}, {"X-TTFT-Objective-Ms": "inf"}, "X-TTFT-Objective-Ms", "should be a finite number"),

@@ -51,6 +51,12 @@ class SchedulingFields(RequestModel):
     cache_keep_s: float | None = Field(
         default=None, gt=0, description="Keep the KV blocks of this request in host memory for this many seconds."
     )
+    pool: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_NAME_CHARS,
+        description="Use this pool of replicas, not the one for the length of the prompt.",
+    )
     session_id: SessionId = Field(
         default=None, description="Id of the conversation, see `/v1/sessions`. It changes no text."
     )
@@ -86,6 +92,7 @@ def scheduling_of(fields: SchedulingFields, request: Request, settings: ServerSe
         ttft_objective=_seconds(values["ttft_objective_ms"]),
         tbt_objective=_seconds(values["tbt_objective_ms"]),
         deadline=_seconds(values["deadline_ms"]),
+        pool=fields.pool or "",
         trace=request.scope.get(TRACE),
     )
 
