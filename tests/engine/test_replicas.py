@@ -24,6 +24,7 @@ from llm_serving.kvcache.block_hash import hash_blocks, root_hash
 from llm_serving.kvstore.store import BlockStore
 from llm_serving.request import FinishReason
 from llm_serving.routing.placement import Role
+from llm_serving.routing.pools import PromptPool, PromptPools
 from llm_serving.routing.sources import replica_sources
 from llm_serving.scheduler.limits import Policy, PreemptionKind
 from support.engine_harness import text_of
@@ -228,6 +229,30 @@ def test_a_replica_given_up_leaves_the_others() -> None:
     assert engine.core.status().state == "stopped"
     assert engine.whole("late").finish_reason is FinishReason.ERROR
     assert [replica.state for replica in engine.core.status().replicas] == ["stopped", "stopped"]
+
+
+def test_a_pool_given_up_ends_its_requests_and_leaves_the_others() -> None:
+    """Replica 0 has the pool for long prompts. Its requests and later ones get an error, and others are served."""
+    engine = ReplicatedEngine(2, pools=PromptPools([PromptPool("short", 1, 8), PromptPool("long", 1)]))
+    asked = {name: engine.request(name, length, 20) for name, length in (("long", 20), ("short", 5))}
+    engine.step(8)
+    assert [request.replica for request in asked.values()] == [0, 1]
+    assert [(pool.name, pool.ready) for pool in engine.core.status().pools] == [("short", 1), ("long", 1)]
+    engine.executors[0].lose_agent(final=True)
+    engine.step(8)
+    end = engine.whole("long")
+    assert end.finish_reason is FinishReason.ERROR
+    assert "all replicas of the pools for them (long) were lost" in str(end.error)
+    engine.request("later", 20, 4)
+    engine.step(8)
+    assert [refused.request_id for refused in engine.refused] == ["later"]
+    engine.request("last", 5, 4)
+    engine.step()
+    while engine.core.status().figures.running + engine.core.status().figures.waiting:
+        engine.step()
+    for name in ("short", "last"):
+        assert list(engine.whole(name).token_ids) == expected_tokens(engine.asked[name], engine.limits.max_model_len)
+    assert engine.core.status().state == "ready"
 
 
 def test_a_replica_that_cannot_start_ends_the_start() -> None:

@@ -14,6 +14,7 @@ from llm_serving.handover.pool import HandOverPool
 from llm_serving.handover.threshold import PromptThreshold
 from llm_serving.request import Request, RequestOutput
 from llm_serving.routing.placement import Role, Routing
+from llm_serving.routing.pools import PromptPools
 from llm_serving.routing.prefill_split import PrefillSplit
 from llm_serving.routing.router import Router
 from llm_serving.routing.sources import replica_sources
@@ -34,6 +35,7 @@ class ReplicatedEngine:
         ready: bool = True,
         routing: Routing = Routing.PREFIX,
         roles: Sequence[Role] | None = None,
+        pools: PromptPools | None = None,
         **limits: object,
     ) -> None:
         self.limits = make_limits(**limits)
@@ -43,7 +45,7 @@ class ReplicatedEngine:
             split = PrefillSplit(roles, pool, PromptThreshold(size, 10), size)
             memory = HandedMemory(pool.num_blocks, size)
         self.schedulers = [Scheduler(self.limits) for _ in range(num_replicas)]
-        self.router = Router(self.schedulers, routing, split)
+        self.router = Router(self.schedulers, routing, split, pools)
         self.executors = [FakeExecutor(self.limits, ready=ready) for _ in range(num_replicas)]
         if roles is not None:
             for executor in self.executors:
