@@ -84,6 +84,10 @@ class PromptPools:
                 return own
         return []
 
+    def ready(self, pool: int, replicas: Sequence[RoutedReplica]) -> list[RoutedReplica]:
+        """Returns the ready members of ``replicas`` that may serve the requests of a pool."""
+        return self.able(pool, [replica for replica in replicas if replica.is_live])
+
     def loss_of(self, pool: int) -> str:
         """Returns the error for a request of a pool if neither this pool nor a pool for longer prompts has replicas."""
         names = ", ".join(one.name for one in self._pools[pool:])

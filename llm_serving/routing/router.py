@@ -64,10 +64,12 @@ class Router:
         self._placed: set[int] = set()
         """Indices of the replicas that got requests after their last call of ``schedule``."""
         self._queues = [
-            Queue(self.replicas, self._entries, routing, partial(self._ready, number), self._placed, split)
-            for number in range(len(self._pools))
+            Queue(self.replicas, self._entries, routing, ready, self._placed, split)
+            for ready in (partial(self._pools.ready, number, self.replicas) for number in range(len(self._pools)))
         ]
         """The queue of each pool. Without pools, there is one queue."""
+        self._closed: set[int] = set()
+        """The pools whose requests no replica can serve, now or later."""
         self._num_arrivals = 0
         """Number of requests accepted since the start."""
         self._desk = None if split is None else self._made_desk(split)
@@ -80,10 +82,6 @@ class Router:
         desk = HandOverDesk(split, self.replicas, self._entries, queue.intake, queue.placer)
         queue.placer.hand_over = desk.hand_over
         return desk
-
-    def _ready(self, pool: int) -> list[RoutedReplica]:
-        """Returns the ready replicas that may serve the requests of a pool."""
-        return self._pools.able(pool, [replica for replica in self.replicas if replica.is_live])
 
     def _queue_of(self, request: Request) -> Queue:
         return self._queues[self._pools.pool_of(request)]
@@ -114,7 +112,7 @@ class Router:
 
     def add_request(self, request: Request) -> None:
         pool = self._pools.pool_of(request)
-        if self._is_closed(pool):
+        if pool in self._closed:
             raise AgentLostError(self._pools.loss_of(pool))
         if request.request_id in self._entries:
             raise RequestError(f"a request with the id {request.request_id!r} is being served", param="request_id")
@@ -269,15 +267,13 @@ class Router:
         """Records that the agents of a lost replica will not start again. Ends the requests that no replica can serve.
         """
         self.replicas[index].is_gone = True
-        for pool in filter(self._is_closed, range(len(self._pools))):
+        left = [replica for replica in self.replicas if not replica.is_gone]
+        self._closed = {pool for pool in range(len(self._pools)) if not self._pools.able(pool, left)}
+        for pool in self._closed:
             intake = self._queues[pool].intake
             for entry in [self._entries[request_id] for request_id in intake.sequences]:
                 self._end_waiting(entry, FinishReason.ERROR, now)
                 intake.note_ended([RequestUpdate(entry.request, error=self._pools.loss_of(pool))])
-
-    def _is_closed(self, pool: int) -> bool:
-        """Returns True if no replica can serve the requests of a pool, now or later."""
-        return not self._pools.able(pool, [replica for replica in self.replicas if not replica.is_gone])
 
     def distrust_blocks(self, now: float, *, recompute: bool) -> None:
         """Drops all cached and handed blocks of all replicas, because one replica may have computed wrong values.
