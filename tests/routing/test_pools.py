@@ -171,6 +171,18 @@ def test_a_short_prompt_that_is_stuck_in_a_longer_pool_returns_to_its_own() -> N
     simulation.finish()
 
 
+def test_a_request_that_found_no_place_is_tried_again_at_other_replicas() -> None:
+    """Both replicas are equally full, so their capacities do not show that other replicas are asked."""
+    simulation = routed(max_num_seqs=1)
+    simulation.add(make_request("long", LONG, 20), make_request("short", LONG - 1, 20), make_request("waits", 3, 4))
+    simulation.schedule()
+    router = simulation.router
+    placer, entry, (long, short) = router._queues[0].placer, router._entries["waits"], router.replicas
+    assert placer._is_still_blocked(entry, [short])
+    assert not placer._is_still_blocked(entry, [long])
+    simulation.finish()
+
+
 def test_each_pool_has_its_own_admission_limit() -> None:
     simulation = routed(max_num_seqs=1, max_waiting_requests=2)
     simulation.add(*(make_request(f"long {number}", LONG, 4) for number in range(3)))
