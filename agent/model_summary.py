@@ -63,5 +63,7 @@ def describe_fusions(config: Config, ops: OpTable, graph: StepGraph | None) -> d
     operators = {} if graph is None else graph.operators()
     if ops.traits.op_table == "fused":
         return {"graph_kernel_fusion": "on: each layer is one operator of the fused table"}
-    state = "on" if operators else "no effect: MindSpore runs every step, and its shapes are dynamic"
-    return {"graph_kernel_fusion": state, **{f"fusion_{kind}": str(each) for kind, each in operators.items()}}
+    if not operators:  # without replays
+        reason = "MindSpore runs every step, and its shapes are dynamic"
+        return {"graph_kernel_fusion": f"{'no effect' if config.context.enable_graph_kernel else 'off'}: {reason}"}
+    return {"graph_kernel_fusion": "on", **{f"fusion_{kind}": str(each) for kind, each in operators.items()}}

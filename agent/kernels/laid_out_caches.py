@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from agent.kernels.library import load_library
@@ -19,14 +20,22 @@ class LaidOutCaches:
         self._library = load_library()
         self._arrays: list[npt.NDArray[Any]] = []
 
+    def __len__(self) -> int:
+        """Returns the number of caches."""
+        return len(self._arrays)
+
     def add(self, array: npt.NDArray[Any]) -> None:
         """Makes the primitives read and write this cache, bfloat16 [blocks, block_size, kv_heads, head_dim], in the
         kernel's layout.
 
-        Raises ValueError if ``block_size`` or ``head_dim`` is no multiple of 16.
+        NumPy has no bfloat16, so the array has the type uint16. Raises ValueError if it has another type, or if
+        ``block_size`` or ``head_dim`` is no multiple of 16.
         """
-        if not lays_out(array.shape[1], array.shape[3]) or not array.flags.c_contiguous:
-            raise ValueError(f"a laid out cache has blocks and heads of multiples of 16, not {array.shape}")
+        if array.dtype != np.uint16 or not lays_out(array.shape[1], array.shape[3]) or not array.flags.c_contiguous:
+            raise ValueError(
+                "a laid out cache is contiguous uint16 with blocks and heads of multiples of 16, not "
+                f"{array.dtype} {array.shape}"
+            )
         self._library.llmk_keep_laid_out(array.ctypes.data)
         self._arrays.append(array)
 

@@ -126,7 +126,7 @@ class Config:
     def fuses_operators(self) -> bool:
         """Whether operators are fused: ``context.enable_graph_kernel``.
 
-        Without this key, only native operators on a CPU are fused. There the agent proves that fusion changes no bit.
+        Without this key, only native operators on a CPU are fused. The agent compares the first replays with the graph.
         """
         wanted = self.context.enable_graph_kernel
         return self.device == "CPU" and self.op_table == "native" if wanted is None else wanted

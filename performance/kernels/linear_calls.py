@@ -13,7 +13,8 @@ from agent.kernels.packing import Blob, pack_weight, packed_weight_bytes, weight
 from performance.kernels.calls import DTYPES, Array
 from performance.kernels.library import load_testing_library
 
-EPILOGUES = ("store", "store_float", "swiglu")
+EPILOGUES = ("store", "store_float", "swiglu", "swiglu_rounded")
+"""Names of the values of llmk::Epilogue, in the order of their numbers."""
 MODES = {"kernel": 0, "quantized": 1, "reference": 2}
 """``kernel``: the kernel quantizes the rows. ``quantized``: the rows are quantized before the kernel runs, as fused
 operators do. ``reference``: the scalar reference runs instead of the kernel.
@@ -50,7 +51,8 @@ def header(blob: Blob) -> dict[str, int]:
 def linear(
     x: Array, blob: Blob, dtype: str, *, epilogue: str = "store", mode: str = "kernel", out: Array | None = None
 ) -> Array:
-    """Multiplies ``x`` [rows, depth] by a packed weight. Returns [rows, columns], for ``swiglu`` [rows, columns / 2].
+    """Multiplies ``x`` [rows, depth] by a packed weight. Returns [rows, columns], or [rows, columns / 2] for the
+    epilogues ``swiglu`` and ``swiglu_rounded``.
 
     ``x`` and ``out`` may be slices of wider arrays. Raises KernelError if the kernel refuses its arguments.
     """
@@ -72,7 +74,7 @@ def _call(
     x: Array, blob: Blob, dtype: str, epilogue: str, mode: str, out: Array | None, *, best: bool
 ) -> tuple[Array, npt.NDArray[np.int32], npt.NDArray[np.float32]]:
     rows, columns = x.shape[0], header(blob)["columns"]
-    width = columns // 2 if epilogue == "swiglu" else columns
+    width = columns // 2 if epilogue.startswith("swiglu") else columns
     if out is None:
         out = np.full((rows, width), 77, np.float32 if epilogue == "store_float" else x.dtype)
     assert x.strides[1] == x.itemsize

@@ -94,20 +94,33 @@ class _SectionCounter:
         return self._number
 
 
+WHOLE_PROMPTS = "prefill"
+"""Kind of a graph whose primitives ``make test`` may run in a graph of another kind.
+
+At present, these are bfloat16 products, and sums among agents. test_model_runner.py runs such products of whole
+prompts, and test_native_replays.py such sums.
+"""
+
+
 @cache
-def primitives_of(name: str) -> frozenset[str]:
-    """Returns the primitives of a config's graphs: their lines without names of weights."""
+def primitives_of(name: str) -> frozenset[tuple[str, str]]:
+    """Returns the primitives of a config's graphs: the kind of the graph, and its line without names of weights.
+
+    Each primitive is also returned with the kind "any". The primitives of ``WHOLE_PROMPTS`` are returned with "any"
+    only.
+    """
     return frozenset(
-        re.sub(r"[a-zA-Z_][\w.]*(?= [a-z]+[0-9]+\[)", "weight", line)
-        for lines in listing_of(name).values()
+        (each, re.sub(r"[a-zA-Z_][\w.]*(?= [a-z]+[0-9]+\[)", "weight", line))
+        for kind, lines in listing_of(name).items()
         for line in lines
         if line.startswith(" ")
+        for each in ("any", "any" if kind == WHOLE_PROMPTS else kind)
     )
 
 
 @cache
 def unswept() -> frozenset[str]:
-    """Returns the configs that ``make test`` runs: they have each primitive of each config.
+    """Returns the configs that ``make test`` runs: they have each primitive of each config, also in graphs of its kind.
 
     None of them can be left out. The native primitives of the variants have tests of their own (tests/lora,
     test_integer_cache.py).

@@ -9,11 +9,13 @@ import json
 import os
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from agent.backends.ascend.fusion import fusion_flags, read_fusions, take_report
+from agent.model_summary import describe_fusions
 from support.agent_group import Setup, seeded_runs
 from support.forked_programs import run_forked
 from support.sweeps import with_sweeps
@@ -24,18 +26,19 @@ SETUPS = {
     "bfloat16": Setup(1, 1, "bfloat16", "native"),
     "float16": Setup(1, 1, "float16", "native"),
     "int8": Setup(1, 1, "bfloat16", "native", "int8"),
+    "int4": Setup(1, 1, "bfloat16", "native", "int4"),
     "int8 cache": Setup(1, 1, "bfloat16", "native", "int8", "int8"),
     "2 share layers": Setup(2, 1, "bfloat16", "native", "int8"),
 }
 ROTARY, MASK = "SplitWithSize+ApplyRotaryPosEmb+ReshapeAndCache", "Greater+Cast+Mul"
-GATED_PRODUCT = "MatMul+Swiglu"
+GATED_PRODUCT, GATED_INT4_PRODUCT = "MatMul+Swiglu", "WeightQuantBatchMatmul+Swiglu"
 QUANTISED_PRODUCT = "DynamicQuantExt+QuantBatchMatmul"
 NORM, FIRST_NORM = (f"{name}+{QUANTISED_PRODUCT}" for name in ("AddRmsNorm", "RmsNorm"))
 GATED_NORM = f"{NORM}+Swiglu"
-CASES = [("int8", "gqa_tied")]
-"""A graph of int8 has all fusions of a float graph, and more."""
+CASES = [("bfloat16", "gqa_tied"), ("int8", "gqa_tied"), ("int4", "gqa_tied")]
+"""Each weight format has its own fusions of products."""
 SWEPT_CASES = [
-    *(("bfloat16", "gqa_tied"), ("float16", "gqa_tied"), ("int8 cache", "gqa_tied"), ("2 share layers", "gqa_tied")),
+    *(("float16", "gqa_tied"), ("int8 cache", "gqa_tied"), ("2 share layers", "gqa_tied")),
     *(("int8", "qwen3_moe"), ("bfloat16", "mixtral"), ("bfloat16", "qwen2_tied")),
 ]
 
@@ -60,13 +63,13 @@ def test_fused_steps_have_the_bits_of_the_unfused_graph(results: Any, name: str,
     assert agents[0]["replayed"] == agents[0]["replayed again"] == agents[0]["by the graph"]
 
 
-@pytest.mark.parametrize("name", [pytest.param("bfloat16", marks=pytest.mark.sweep), "int8"])
+@pytest.mark.parametrize("name", ["bfloat16", "int8", "int4"])
 def test_every_layer_is_fused_and_the_summary_says_so(results: Any, name: str) -> None:
     (agent,) = results(name, "gqa_tied")
     layers = agent["fusions"]["decode"].count(ROTARY)
     assert layers >= 2
     assert agent["laid out caches"] == 2 * layers
-    wanted = {ROTARY: layers, GATED_PRODUCT: layers}
+    wanted = {ROTARY: layers, GATED_INT4_PRODUCT if name == "int4" else GATED_PRODUCT: layers}
     if name == "int8":
         wanted = {ROTARY: layers, FIRST_NORM: 1, NORM: layers - 1, GATED_NORM: layers, QUANTISED_PRODUCT: 2 * layers}
     for kind in ("prefill", "decode", "chunked"):
@@ -77,6 +80,15 @@ def test_every_layer_is_fused_and_the_summary_says_so(results: Any, name: str) -
         assert text.startswith(f"{agent['before'][kind]} operators before, {after} after: "), text
         assert f"{layers} x {ROTARY}" in text
     assert agent["summary"]["graph_kernel_fusion"] == "on"
+
+
+@pytest.mark.parametrize(("wanted", "text"), [(None, "off: "), (True, "no effect: ")])
+def test_an_agent_without_replays_says_that_it_fuses_nothing(wanted: bool | None, text: str) -> None:
+    """By default, fusion is then off. It has no effect if the user asked for it."""
+    context = SimpleNamespace(enable_graph_kernel=wanted)
+    config: Any = SimpleNamespace(fuses_operators=True, device="CPU", context=context)
+    native: Any = SimpleNamespace(traits=SimpleNamespace(op_table="native"))
+    assert describe_fusions(config, native, None)["graph_kernel_fusion"].startswith(text)
 
 
 PROGRAM = Path(__file__).parent / "fusion_program.py"

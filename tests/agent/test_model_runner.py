@@ -74,6 +74,7 @@ ALL_SETUPS = (*SETUPS, *QUANTISED_SETUPS)
 ONE_MODEL = {
     ("bfloat16", "native", "auto", "auto"): "gqa_tied",
     ("bfloat16", "fused", "int8", "auto"): "gqa_tied",
+    ("bfloat16", "native", "int8", "auto"): "gqa_tied",
     ("float16", "fused", "int8_weight_only", "int8"): "gqa_tied",
     ("bfloat16", "native", "int4", "auto"): "tiny_llama",
     ("float16", "native", "int8_weight_only", "int8"): "gqa_tied",
@@ -97,12 +98,9 @@ def is_swept(setup: Setup, model: str = "gqa_tied") -> bool:
 
     With native operators, bfloat16 also covers float16, and int4 also covers int8 with float activations. All models
     run in float32, and one to three in each other setup. The trained model covers native int4, and a model with
-    random weights covers native floats and int8 weights with an int8 cache. test_native_quantised_groups.py and
-    test_graph_kernel_fusion.py cover native int8 with int8 activations.
+    random weights covers native floats, native int8 with int8 activations, and int8 weights with an int8 cache.
     """
     if setup in (("float16", "native", "auto", "auto"), WEIGHT_ONLY, FUSED_PARTNERS[WEIGHT_ONLY]):
-        return True
-    if setup == ("bfloat16", "native", "int8", "auto"):
         return True
     if setup in (("bfloat16", "native", "int8", "int8"), ("bfloat16", "fused", "int8", "int8")):
         return True

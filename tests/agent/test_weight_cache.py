@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agent.weights.cache import entry, folder
+from agent.weights.cache import entry, fingerprint, folder
 from agent.weights.cache.folder import GIB, WeightCache
 from agent.weights.storage import Array
 from llm_serving.config import Config, load_config
@@ -361,3 +361,13 @@ def test_several_agents_may_store_and_load_one_entry_at_the_same_time(
     assert len(entries(tmp_path)) == 1
     assert list((tmp_path / "cache").glob("*.tmp")) == []
     assert GIB == 1 << 30
+
+
+@pytest.mark.parametrize("place", [*fingerprint._PROGRAM, *fingerprint._ARITHMETIC])
+def test_the_digests_of_the_program_read_every_place(place: str) -> None:
+    assert fingerprint.code_digest((place,)) != fingerprint.code_digest(())
+
+
+def test_the_digest_of_keys_and_values_covers_the_order_of_the_cache() -> None:
+    """``KVCache`` decides whether the operators may store the elements of a block in another order."""
+    assert "agent/kv_cache.py" in fingerprint._ARITHMETIC

@@ -7,6 +7,7 @@ process, which has the op plugin.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -342,6 +343,63 @@ def test_a_kept_int4_weight_is_the_same_weight(
         np.testing.assert_array_equal(exact(graph(x[:1])), exact(out)[:1])
     finally:
         kept.close()
+
+
+def multiplication(form: str, rng: np.random.Generator) -> tuple[Callable[[int], Tensor], PrimitiveWeight]:
+    """Returns a weight of 80 columns, and a function that multiplies some rows by it."""
+    columns, depth = 80, 256
+    x, _ = values(rng, 70, depth, dtype="bfloat16")
+    integers = rng.integers(-128, 128, (columns, depth)).astype(np.int8)
+    scale = rng.uniform(1e-4, 0.1, columns).astype(np.float32)
+    if form == "float":
+        w = from_float32(rng.standard_normal((columns, depth)).astype(np.float32), "bfloat16")
+        graph = Multiply(w, "bfloat16")
+        graph.set_inputs(dynamic(None, None, dtype=ms.bfloat16))
+        return lambda rows: graph(x[:rows]), PrimitiveWeight(w, "bfloat16")
+    if form == "int4":
+        scales, offsets = (
+            from_float32(each.astype(np.float32), "bfloat16")
+            for each in (rng.uniform(0.001, 0.1, (8, columns)), rng.integers(-8, 9, (8, columns)))
+        )
+        stored = rng.integers(-128, 128, (depth, columns // 2)).astype(np.int8)
+        pairs_graph = KeptPairs(stored, scales, offsets, "bfloat16", 32)
+        pairs_graph.set_inputs(dynamic(None, None, dtype=ms.bfloat16))
+        weight = PrimitiveWeight(
+            pairs_graph.values, "int4", False, scales, offsets, "bfloat16", 32, float_products=True
+        )
+        return lambda rows: pairs_graph(x[:rows]), weight
+    weight, scale_tensor = as_tensor(integers), as_tensor(scale)
+    if form == "int8":
+        x_integers, row_scales = dynamic_quant_graph("bfloat16")(x)
+        product = quant_matmul_graph("bfloat16", ms.float32, True)
+        return (
+            lambda rows: product(x_integers[:rows], weight, scale_tensor, row_scales[:rows]),
+            PrimitiveWeight(integers, "int8", scales=scale),
+        )
+    sums = rng.integers(-100_000, 100_000, columns).astype(np.int32)
+    inputs = [Tensor(rng.uniform(5, 40, depth).astype(np.float32)).astype(ms.bfloat16) for _ in range(2)]
+    sum_tensor = as_tensor(sums)
+    return (
+        lambda rows: static_graph()(x[:rows], weight, scale_tensor, *inputs, sum_tensor)[1],
+        PrimitiveWeight(integers, "int8", scales=scale, sum_offsets=sums),
+    )
+
+
+@pytest.mark.parametrize("form", ["float", "int8", "static", "int4"])
+def test_a_gated_weight_gives_the_bits_of_the_same_weight_without_a_gate(form: str) -> None:
+    """A weight is kept with its gate and factor side by side. Its two halves of 40 columns do not fill panels."""
+    multiply, weight = multiplication(form, np.random.default_rng(6))
+    found = []
+    for gated in (False, True):
+        kept = KeptWeights()
+        kept.keep(replace(weight, gated=gated), release=False)
+        try:
+            found.append([exact(multiply(rows)) for rows in (1, 5, 17, 70)])
+        finally:
+            kept.close()
+    for plain, ours in zip(*found, strict=True):
+        assert len(np.unique(plain)) > 40
+        np.testing.assert_array_equal(ours, plain)
 
 
 class Grouped(nn.Cell):

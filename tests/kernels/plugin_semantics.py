@@ -7,6 +7,7 @@ test_plugin_semantics.py runs this file under pytest in its own process, which h
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -22,7 +23,13 @@ from hypothesis import strategies as st
 from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.ops import auto_generate
 
+from agent.backends.cpu.native import NativeCpuOps
+from agent.group.model_part import ModelPart
+from agent.kernels.laid_out_caches import LaidOutCaches
+from llm_serving.config import ParallelConfig
+from llm_serving.model.parallel import place, shard_of
 from support.kernel_calls import EPSILON, attention_rendering
+from support.some_machine import SHAPE
 
 ms.set_context(mode=ms.GRAPH_MODE, jit_config={"jit_level": "O0"})
 ms.set_device("CPU")
@@ -77,9 +84,9 @@ class Paged(nn.Cell):
 class Write(nn.Cell):
     """Writes keys and values to the caches, which are parameters of this Cell, as in the models."""
 
-    def __init__(self, kv_heads: int, dim: int, block_size: int, dtype: str) -> None:
+    def __init__(self, kv_heads: int, dim: int, block_size: int, dtype: str, slots: int = CACHE_SLOTS) -> None:
         super().__init__()
-        shape = (CACHE_SLOTS // block_size, block_size, kv_heads, dim)
+        shape = (slots // block_size, block_size, kv_heads, dim)
         self.primitive = auto_generate.ReshapeAndCache()
         self.keys, self.values = (Parameter(Tensor(np.zeros(shape), DTYPES[dtype]), name=n) for n in ("keys", "values"))
 
@@ -267,8 +274,8 @@ def test_primitives_of_mindformers_experts(dtype: str, seed: int, rows: int, wid
     _, exact_numbers = values(rng, rows, width, dtype=dtype)
     broken = exact_numbers.astype(np.float32)
     places = rng.random((3, rows, width)) < 0.1
-    for place, value in zip(places, (np.nan, np.inf, -np.inf), strict=True):
-        broken[place] = value
+    for marked, value in zip(places, (np.nan, np.inf, -np.inf), strict=True):
+        broken[marked] = value
     marks, counts = rng.integers(0, 5, (rows, width), np.int32), rng.integers(0, 99, (2, width), np.int32)
     given = Tensor(scores), Tensor(broken).astype(DTYPES[dtype]), Tensor(marks), Tensor(counts)
     best, experts, finite, kept, picked = experts_graph(k, dtype)(*given)
@@ -467,35 +474,108 @@ def test_paged_attention(
     assert_rounded(out, wanted.reshape(tokens, -1), dtype, slack=2 * EPSILON[dtype])
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES)
-@pytest.mark.parametrize("queries", [[1, 1], [5, 3]])
-def test_a_laid_out_cache_has_other_memory_and_gives_the_same_bits(
-    geometry: tuple[int, int, int], queries: list[int]
-) -> None:
-    """A sequence of 31 tokens lies in blocks 2 and 0, one of 13 tokens in block 1.
+def hiding(queries: list[int], contexts: list[int], window: int, positions: int) -> Tensor:
+    """Returns a mask [tokens, positions] that hides later positions, and those before the window.
 
-    The first 16 tokens of the long sequence are written as a whole group, all other tokens one by one.
+    If ``window`` is 0, returns the mask of steps without a mask.
+    """
+    if window == 0:
+        return Tensor(np.zeros((1, 1)), ms.bfloat16)
+    own = np.concatenate([np.arange(c - n, c) for n, c in zip(queries, contexts, strict=True)])[:, None]
+    others = np.arange(positions)[None]
+    return Tensor(np.where((others > own) | (others <= own - window), -10000.0, 0.0), ms.bfloat16)
+
+
+def write_then_attend_graph(write: Write, geometry: tuple[int, int, int]) -> WriteThenAttend:
+    graph = WriteThenAttend(write, Paged(*geometry))
+    rows, vector = dynamic(None, None, dtype=ms.bfloat16), dynamic(None, dtype=ms.int32)
+    graph.set_inputs(rows, rows, vector, rows, dynamic(None, None, dtype=ms.int32), vector, rows, vector)
+    return graph
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("block_size", [16, 48])
+def test_a_laid_out_cache_has_other_memory_and_gives_the_same_bits(
+    geometry: tuple[int, int, int], block_size: int
+) -> None:
+    """Two sequences have 300 and 13 tokens, in blocks in random order.
+
+    The first 160 tokens of the long sequence are written as whole groups, all other tokens one by one. The steps are
+    decodes, chunks, and a chunk that is long enough for the plain cache to be copied. Some have a window of 40 tokens.
     """
     heads, kv_heads, dim = geometry
-    rng = np.random.default_rng(dim)
-    laid_out, plain = (Write(kv_heads, dim, 16, "bfloat16") for _ in range(2))
-    slots = ints([*range(32, 48), *rng.permutation(15), -1, *(16 + rng.permutation(13))])
+    contexts, rng = [300, 13], np.random.default_rng(dim + block_size)
+    counts = [-(-length // block_size) for length in contexts]
+    order, tables = rng.permutation(sum(counts)), np.zeros((2, counts[0]), np.int32)
+    tables[0], tables[1, : counts[1]] = order[: counts[0]], order[counts[0] :]
+    long, short = (
+        table[np.arange(length) // block_size] * block_size + np.arange(length) % block_size
+        for table, length in zip(tables, contexts, strict=True)
+    )
+    slots = ints([*long[:160], *rng.permutation(long[160:]), -1, *rng.permutation(short)])
     (k, _), (v, _) = (values(rng, slots.size, kv_heads * dim, dtype="bfloat16") for _ in range(2))
-    q, _ = values(rng, sum(queries), heads * dim, dtype="bfloat16")
-    tables, contexts, no_mask = ints([[2, 0], [1, 0]]), ints([31, 13]), Tensor(np.zeros((1, 1)), ms.bfloat16)
+    num_slots = sum(counts) * block_size
+    laid_out, plain = (Write(kv_heads, dim, block_size, "bfloat16", num_slots) for _ in range(2))
     named = [laid_out.keys.data_ptr(), laid_out.values.data_ptr()]
     for address in named:
         load_library().llmk_keep_laid_out(address)
     try:
-        graphs = [WriteThenAttend(write, Paged(*geometry)) for write in (laid_out, plain)]
-        results = [exact(each(k, v, slots, q, tables, contexts, no_mask, ints(queries))) for each in graphs]
+        graphs = [write_then_attend_graph(write, geometry) for write in (laid_out, plain)]
+        for queries, window in (([1, 1], 0), ([1, 1], 40), ([5, 3], 0), ([5, 3], 40), ([70, 3], 0)):
+            q, _ = values(rng, sum(queries), heads * dim, dtype="bfloat16")
+            mask = hiding(queries, contexts, window, tables.shape[1] * block_size)
+            inputs = (k, v, slots, q, ints(tables), ints(contexts), mask, ints(queries))
+            np.testing.assert_array_equal(*(exact(graph(*inputs)) for graph in graphs))
     finally:
         for address in named:
             load_library().llmk_forget_laid_out(address)
-    np.testing.assert_array_equal(*results)
     for ours, other in ((laid_out.keys, plain.keys), (laid_out.values, plain.values)):
         assert not np.array_equal(exact(ours), exact(other))
         np.testing.assert_array_equal(np.sort(exact(ours), None), np.sort(exact(other), None))
+
+
+KEYS = "layers.0.attention.key_cache"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "options", "laid_out"),
+    [
+        (KEYS, (2, 16, 1, 16), {}, True),
+        (KEYS, (2, 48, 3, 80), {}, True),
+        ("layers.0.attention.value_cache", (2, 16, 1, 16), {}, True),
+        (KEYS, (2, 24, 1, 16), {}, False),
+        (KEYS, (2, 16, 1, 40), {}, False),
+        (KEYS, (2, 16, 1, 16), {"int8_cache": True}, False),
+        (KEYS, (2, 16, 1, 16), {"sinks": True}, False),
+        (KEYS, (2, 16, 1, 16), {"dtype": "float16"}, False),
+        ("layers.0.attention.latent_cache", (2, 16, 1, 16), {}, False),
+        ("layers.0.attention.states", (2, 16, 16, 16), {}, False),
+    ],
+)
+def test_caches_that_the_kernel_lays_out(
+    name: str, shape: tuple[int, ...], options: dict[str, Any], laid_out: bool
+) -> None:
+    """The agent names a cache only if its type and sizes allow it, and if no other primitive reads it."""
+    parallel, whole = ParallelConfig(1, 1, 1), replace(SHAPE, sinks=options.get("sinks", False))
+    where = place(0, parallel)
+    part = ModelPart(parallel, where, shard_of(whole, where, parallel), whole)
+    try:
+        made = NativeCpuOps(
+            options.get("dtype", "bfloat16"), 64, part, int8_cache=options.get("int8_cache", False)
+        )
+        made.hooks.take_caches({name: np.zeros(shape, np.uint16)})
+        assert len(made.hooks.laid_out_caches) == laid_out
+        made.hooks.laid_out_caches.close()
+    finally:
+        hold_failures(False)  # the hooks hold failures
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((2, 16, 1, 16), np.int8), ((2, 24, 1, 16), np.uint16)])
+def test_a_cache_that_cannot_be_laid_out_is_refused(shape: tuple[int, ...], dtype: Any) -> None:
+    caches = LaidOutCaches()
+    with pytest.raises(ValueError, match="a laid out cache"):
+        caches.add(np.zeros(shape, dtype))
+    assert len(caches) == 0
 
 
 @cache

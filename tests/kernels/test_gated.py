@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from agent.kernels.packing import GATES
-from performance.kernels.calls import DTYPES, load, store
+from agent.kernels.packing import GATES, Blob, StaticInputs
+from performance.kernels.calls import DTYPES, load, store, swiglu
 from performance.kernels.linear_calls import header, linear, packed
 from support.kernel_calls import EPSILON
 
@@ -75,3 +75,35 @@ def test_a_nan_stays_a_nan(activation: str) -> None:
         values = np.nan_to_num(x[row : row + 1], nan=0.0)
         assert np.isfinite(linear(values, blob, "float32", epilogue="swiglu")).all()
     assert np.isnan(linear(x, blob, "float32", epilogue="swiglu")).all()
+
+
+FORMATS = ("float", "int8", "int8 static", "int8_weight_only", "int4", "int4_weight_only")
+
+
+def gated_blob(form: str, dtype: str, rng: np.random.Generator) -> Blob:
+    """Packs a weight of 40 gate and 40 up columns. int4 has groups of 32 with zero points."""
+    values = rng.standard_normal((80, 256)).astype(np.float32)
+    if form == "float":
+        return packed(dtype, store(values, dtype), gated=True, source_dtype=dtype)
+    if form != "int8 static":
+        is_int4 = form.startswith("int4")
+        return packed(form, values, group=32 if is_int4 else 0, gated=True, asymmetric=is_int4)
+    inputs = StaticInputs(
+        rng.uniform(10, 40, 256).astype(np.float32), rng.integers(-30, 30, 256).astype(np.float32),
+        rng.integers(-9000, 9000, 80).astype(np.int32),
+    )  # fmt: skip
+    integers, scales = rng.integers(-127, 128, (80, 256)).astype(np.int8), rng.uniform(1e-4, 1e-3, (80, 1))
+    return packed("int8", integers, gated=True, scales=scales.astype(np.float32), static_inputs=inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMATS)
+def test_rounded_gate_and_up_give_the_bits_of_a_product_and_swiglu(form: str, dtype: str) -> None:
+    rng = np.random.default_rng(11)
+    blob = gated_blob(form, dtype, rng)
+    for rows in (1, 5, 17, 70):
+        x = store(rng.standard_normal((rows, 256)).astype(np.float32), dtype)
+        wanted = swiglu(linear(x, blob, dtype), dtype)
+        np.testing.assert_array_equal(linear(x, blob, dtype, epilogue="swiglu_rounded"), wanted)
+        unrounded = linear(x, blob, dtype, epilogue="swiglu")
+        assert np.array_equal(unrounded, wanted) == (dtype == "float32"), "the test needs values that are rounded"

@@ -20,7 +20,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 END_S = 45.0
-"""Maximum seconds in which a program ends its own processes after SIGTERM. ``tests/support/long_program.py`` needs 30 s
+"""Maximum seconds in which a program ends its own processes after SIGTERM. ``tests/support/long_program.py`` needs 40 s
 at most.
 """
 

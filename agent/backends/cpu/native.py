@@ -85,9 +85,9 @@ class NativeCpuHooks(DeviceHooks):
         """Whether the model multiplies expert weights through ``NativeOps.expert_mlp``."""
         self.lays_out_caches = False
         """Whether only ReshapeAndCache and PagedAttention access the elements of the KV cache, and in bfloat16."""
-        self._kept, self._caches = KeptWeights(), LaidOutCaches()
+        self._kept, self.laid_out_caches = KeptWeights(), LaidOutCaches()
         weakref.finalize(self, self._kept.close)
-        weakref.finalize(self, self._caches.close)
+        weakref.finalize(self, self.laid_out_caches.close)
         hold_failures(True)
 
     @contextmanager
@@ -117,7 +117,7 @@ class NativeCpuHooks(DeviceHooks):
         for name, array in caches.items():
             has_heads = name.endswith((".key_cache", ".value_cache")) and array.ndim == 4
             if self.lays_out_caches and has_heads and lays_out(array.shape[1], array.shape[3]):
-                self._caches.add(array)
+                self.laid_out_caches.add(array)
 
     def _described(self, name: str, weights: Mapping[str, Array]) -> PrimitiveWeight:
         stem, of_experts = name.removesuffix(".weight"), weights[name].ndim == 3

@@ -18,6 +18,17 @@ std::unordered_map<const void*, int>& caches() {
   return *all;
 }
 
+// Describes the cache to key_element() and value_element().
+RotaryAttentionArgs described(const LaidOutRows& rows) {
+  RotaryAttentionArgs args{};
+  args.dtype = DType::kBFloat16;
+  args.ready = args.laid_out = true;
+  args.block_size = rows.block_size;
+  args.kv_heads = rows.kv_heads;
+  args.dim = rows.dim;
+  return args;
+}
+
 // Writes 16 tokens of one head, which fill a group of the cache. `rows` is the row of the first token. `group` is the
 // group of keys [dim / 2][16 tokens], or of values [8][dim].
 void write_group(const LaidOutRows& rows, const char* first, uint32_t* group) {
@@ -34,24 +45,21 @@ void write_group(const LaidOutRows& rows, const char* first, uint32_t* group) {
   }
 }
 
-// Writes one head of one token. `index` is the token's row in the block, `chunk` the head's chunk of the block.
-void write_token(const LaidOutRows& rows, const char* row, int64_t index, uint16_t* chunk) {
+// Writes one head of one token. `out` is the place of its first element in the cache.
+void write_token(const LaidOutRows& rows, const char* row, uint16_t* out) {
   const int64_t dim = rows.dim;
   if (rows.is_key) {
-    uint16_t* out = chunk + index / kGroupKeys * kGroupKeys * dim + index % kGroupKeys * 2;
     for (int64_t d = 0; d < dim; d += 2) std::memcpy(out + d * kGroupKeys, row + d * 2, 4);
     return;
   }
-  uint16_t* out = chunk + index / 2 * 2 * dim + index % 2;
   const uint16_t* in = reinterpret_cast<const uint16_t*>(row);
   for (int64_t d = 0; d < dim; ++d) out[2 * d] = in[d];
 }
 
 // Prefetches the cache lines that write_token() writes.
-void fetch_token(const LaidOutRows& rows, int64_t index, const uint16_t* chunk) {
-  const int64_t dim = rows.dim, lines = dim * (rows.is_key ? kGroupKeys : 2) / 32;
-  const uint16_t* first = chunk + (rows.is_key ? index / kGroupKeys * kGroupKeys : index / 2 * 2) * dim;
-  for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(first + i * 32, 1, 3);
+void fetch_token(const LaidOutRows& rows, const uint16_t* out) {
+  const int64_t lines = rows.dim * (rows.is_key ? kGroupKeys : 2) / 32;
+  for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(out + i * 32, 1, 3);
 }
 
 bool fills_group(const LaidOutRows& rows, int64_t token, int64_t end) {
@@ -81,6 +89,7 @@ bool is_laid_out(const void* cache) {
 }
 
 void write_laid_out(const LaidOutRows& rows, int64_t begin, int64_t end) {
+  const RotaryAttentionArgs args = described(rows);
   const int64_t chunk_elements = rows.block_size * rows.dim;
   for (int64_t token = begin, count = 1; token < end; token += count) {
     const bool whole = fills_group(rows, token, end);
@@ -88,14 +97,15 @@ void write_laid_out(const LaidOutRows& rows, int64_t begin, int64_t end) {
     const int64_t slot = rows.slots[token], index = slot % rows.block_size;
     if (slot < 0) continue;
     const char* row = rows.rows + token * rows.row_bytes;
-    uint16_t* chunk = static_cast<uint16_t*>(rows.cache) + slot / rows.block_size * rows.kv_heads * chunk_elements;
-    for (int64_t head = 0; head < rows.kv_heads; ++head, chunk += chunk_elements, row += rows.dim * 2) {
+    uint16_t* out = static_cast<uint16_t*>(rows.cache) + slot / rows.block_size * rows.kv_heads * chunk_elements;
+    out += rows.is_key ? key_element(args, index, 0) : value_element(args, index, 0);
+    for (int64_t head = 0; head < rows.kv_heads; ++head, out += chunk_elements, row += rows.dim * 2) {
       if (whole) {
-        write_group(rows, row, reinterpret_cast<uint32_t*>(chunk + index * rows.dim));
+        write_group(rows, row, reinterpret_cast<uint32_t*>(out));
         continue;
       }
-      if (head + 1 < rows.kv_heads) fetch_token(rows, index, chunk + chunk_elements);
-      write_token(rows, row, index, chunk);
+      if (head + 1 < rows.kv_heads) fetch_token(rows, out + chunk_elements);
+      write_token(rows, row, out);
     }
   }
 }

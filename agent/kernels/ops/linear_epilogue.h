@@ -125,8 +125,8 @@ struct Finish {
   static constexpr int kStores = kGated ? 1 : 2;
 
   // Applies the epilogue to `count` rows. `products` has the products with B of adapters, or is null (AdapterAddition).
-  // Copies the members of `job` to local variables first. Otherwise the compiler
-  // would load them again after each store, because the store could have changed them.
+  // Copies the members of `job` to local variables first. Otherwise the compiler would load them again after each
+  // store, because the store could have changed them.
   static void finish_rows(const LinearJob& job, const HalfPanel& to, int64_t row, int64_t count, const float* sums,
                           const float* products = nullptr) {
     constexpr bool kByRow = kScaling != Scaling::kNone && kScaling != Scaling::kColumn;

@@ -22,6 +22,7 @@ constexpr int64_t kTileSteps = 1;
 // of depths in a step. The constant kVectorBytes is the size of the weights of 16 columns in a step. If kOwnLoop is
 // true, the Step has a function sum() that replaces the loop of sum_steps(). If in_parts(R) is true, a tile multiplies
 // kPartDepth depths of a step by all rows, then the next ones. Only their weights need registers meanwhile.
+// kPartDepth is 1 in BFloatStep, and 2 in ByteStep, which multiplies pairs of depths.
 struct WideTiles {
   static constexpr bool kOwnLoop = false;
   static constexpr bool in_parts(int) { return false; }

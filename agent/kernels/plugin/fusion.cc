@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <mutex>
 #include <set>
 #include <string>
 
@@ -304,12 +305,14 @@ class Finder {
 
 // Returns the operators of a fusion, joined by '+'. The text is never freed, because the agent reads it later.
 const char* name_of(const Recording& recording, const Fusion& fusion) {
+  static std::mutex names_mutex;
   static std::set<std::string> names;
   std::string name;
   for (int part = 0; part < fusion.count; ++part) {
     if (part > 0) name += '+';
     name += recording.launches[static_cast<size_t>(fusion.parts[part])].op;
   }
+  const std::lock_guard<std::mutex> lock(names_mutex);
   return names.insert(name).first->c_str();
 }
 

@@ -179,7 +179,7 @@ void add_bias(const Call& call, int64_t group, const float* sums, int64_t rows, 
     with_element_type(call.dtype(kOut), [&](auto type) {
       using T = decltype(type);
       T* out = call.as<T>(kOut) + first_row * columns;
-      for_rows(rows, columns, [&](int64_t row) {
+      parallel_for_rows(rows, columns, [&](int64_t row) {
         for (int64_t c = row * columns; c < (row + 1) * columns; ++c) {
           from_float(sums[c] + to_float(bias[c - row * columns]), out + c);
         }

@@ -47,7 +47,7 @@ int check_depth(const Call& call, int x, const PrimitiveWeight& weight) {
 // quantised.
 void quantise_rows(const Call& call, int x, int8_t* y, const QuantizedRows& rows_of_y, int64_t rows, const void* blob) {
   const int64_t depth = header_of(blob).depth, row_bytes = depth * size_of(call.dtype(x));
-  for_rows(rows, depth, [&](int64_t row) {
+  parallel_for_rows(rows, depth, [&](int64_t row) {
     kernels().quantize_row(call.dtype(x), call.as<char>(x) + row * row_bytes, rows_of_y, row, blob);
     if (rows_of_y.values != y) {
       std::memcpy(y + row * depth, rows_of_y.values + row * rows_of_y.stride, static_cast<size_t>(depth));
@@ -55,8 +55,8 @@ void quantise_rows(const Call& call, int x, int8_t* y, const QuantizedRows& rows
   });
 }
 
-// Runs the product. Its output is that of the primitive or, with form.gated, that of Swiglu.
-int run_product(const Call& call, LinearArgs linear, const ProductForm& form) {
+// Runs the product in this form. Its output is that of the primitive or, with form.gated, that of Swiglu.
+int multiply_in_form(const Call& call, LinearArgs linear, const ProductForm& form) {
   if (form.gated != nullptr) {
     linear.out = form.gated;
     linear.out_stride /= 2;
@@ -65,6 +65,12 @@ int run_product(const Call& call, LinearArgs linear, const ProductForm& form) {
   const int error = check_linear(call.op, linear);
   if (error == 0) kernels().linear(linear);
   return error;
+}
+
+// Runs a MatMul whose weight has no packed form. Refuses form.gated, because only a packed weight can be gated.
+int multiply_unpacked(const Call& call, const AnyMatMulArgs& args, const ProductForm& form) {
+  if (form.gated == nullptr) return any_matmul(call.op, args);
+  return refuse_text(call.op, "the weight at %p is not packed; Swiglu needs a packed weight", args.b);
 }
 
 }  // namespace
@@ -99,7 +105,7 @@ int plugin_matmul(const Call& call, const ProductForm& form) {
                        static_cast<long long>(call.dim(kB, args.transpose_b ? 1 : 0)));
   }
   const DType dtype = call.dtype(kA);
-  if (dtype == DType::kUnsupported || args.transpose_a || !args.transpose_b) return any_matmul(call.op, args);
+  if (dtype == DType::kUnsupported || args.transpose_a || !args.transpose_b) return multiply_unpacked(call, args, form);
   PrimitiveWeight weight{};
   weight.values = args.b;
   weight.type = static_cast<ValueType>(dtype);
@@ -109,10 +115,10 @@ int plugin_matmul(const Call& call, const ProductForm& form) {
   int error = 0;
   const void* blob = kept_blob(call.op, weight, &error);
   if (error != 0) return error;
-  if (blob == nullptr) return any_matmul(call.op, args);
+  if (blob == nullptr) return multiply_unpacked(call, args, form);
   LinearArgs linear = linear_args(blob, dtype, args.rows, args.out);
   linear.x = args.a;
-  return run_product(call, linear, form);
+  return multiply_in_form(call, linear, form);
 }
 
 // DynamicQuantExt(x [rows, depth], smooth_scales) -> y int8 of x's shape, scale float32 [rows].
@@ -213,7 +219,7 @@ int plugin_quant_matmul(const Call& call, const ProductForm& form) {
   if (form.quantized == nullptr) given = given_rows(call.as<int8_t>(kX1), scales, rows, weight.depth);
   LinearArgs linear = linear_args(blob.data(), call.dtype(kOut), rows, call.data[kOut]);
   linear.quantized = form.quantized == nullptr ? &given : form.quantized;
-  return run_product(call, linear, form);
+  return multiply_in_form(call, linear, form);
 }
 
 // WeightQuantBatchMatmul: a matrix product of floats with an integer weight. It computes
@@ -258,7 +264,7 @@ int plugin_weight_quant_matmul(const Call& call, const ProductForm& form) {
   if (error != 0 || call.dim(kX, 0) == 0) return error;
   LinearArgs linear = linear_args(blob.data(), call.dtype(kX), call.dim(kX, 0), call.data[kOut]);
   linear.x = call.data[kX];
-  return run_product(call, linear, form);
+  return multiply_in_form(call, linear, form);
 }
 
 }  // namespace llmk

@@ -60,7 +60,7 @@ QuantizedRows allocate_rows(int8_t* values, float* scales, int64_t rows, int64_t
 QuantizedRows given_rows(const int8_t* x, const float* scales, int64_t rows, int64_t depth) {
   const QuantizedRows result = allocate_rows(const_cast<int8_t*>(x), const_cast<float*>(scales), rows, depth);
   const int64_t stride = result.stride;
-  for_rows(rows, depth, [&](int64_t row) {
+  parallel_for_rows(rows, depth, [&](int64_t row) {
     result.sums[row] = sum_of(x + row * depth, depth);
     if (result.values == x) return;
     std::memcpy(result.values + row * stride, x + row * depth, static_cast<size_t>(depth));

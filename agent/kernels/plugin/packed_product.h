@@ -47,9 +47,10 @@ QuantizedRows given_rows(const int8_t* x, const float* scales, int64_t rows, int
 
 static inline int64_t whole_lines(int64_t bytes) { return ceil_div(bytes, 64) * 64; }
 
-// Calls function(row) for each of `rows` rows of `depth` elements. Uses several threads if there is enough work.
+// Calls function(row) for each of `rows` rows of `depth` elements. Uses several threads if there is enough work
+// (row_tasks.h).
 template <class Function>
-void for_rows(int64_t rows, int64_t depth, const Function& function) {
+void parallel_for_rows(int64_t rows, int64_t depth, const Function& function) {
   const int64_t per_task = rows_per_task(rows, depth);
   parallel_for(ceil_div(rows, per_task), [&](int64_t task) {
     for (int64_t row = task * per_task; row < smaller(rows, (task + 1) * per_task); ++row) function(row);

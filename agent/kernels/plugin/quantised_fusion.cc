@@ -121,7 +121,7 @@ void quantise(const Source& source, const QuantizedRows& result, int8_t* y) {
   PackedWeightHeader header{};
   header.format = WeightFormat::kInt8;
   header.depth = source.depth;
-  for_rows(source.rows, source.depth, [&](int64_t i) {
+  parallel_for_rows(source.rows, source.depth, [&](int64_t i) {
     const void* row = source.row(i, thread_scratch(kScratchNormed, source.depth * size_of(source.dtype)));
     kernels().quantize_row(source.dtype, row, result, i, &header);
     if (y != nullptr && result.values != y) {

@@ -21,8 +21,8 @@ _PROGRAM = (
     *("llm_serving/gguf", "llm_serving/model"),
 )
 """Packages whose code influences the bytes of converted weights."""
-_ARITHMETIC = ("agent/layers", "agent/step_graph", "agent/mindformers", "agent/lora")
-"""Further packages whose code influences the bits of computed keys and values."""
+_ARITHMETIC = ("agent/layers", "agent/step_graph", "agent/mindformers", "agent/lora", "agent/kv_cache.py")
+"""Further packages and files whose code influences the bits and the order of stored keys and values."""
 
 
 def slot_name(config: Config, rank: int) -> str:
@@ -89,11 +89,15 @@ def _program() -> str:
 
 @cache
 def code_digest(packages: tuple[str, ...]) -> str:
-    """Returns a digest of the Python code of some packages of this program, such as ``agent/weights``."""
+    """Returns a digest of the Python code of some packages or files of this program, such as ``agent/weights``."""
     digest = hashlib.sha256()
-    for file in (file for package in packages for file in sorted((_REPOSITORY / package).rglob("*.py"))):
+    for file in (file for package in packages for file in _python_files(_REPOSITORY / package)):
         digest.update(f"{file.relative_to(_REPOSITORY)}\0".encode() + file.read_bytes())
     return digest.hexdigest()
+
+
+def _python_files(place: Path) -> list[Path]:
+    return [place] if place.is_file() else sorted(place.rglob("*.py"))
 
 
 def digest_of(value: object) -> str:
