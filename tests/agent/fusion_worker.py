@@ -42,7 +42,6 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
         return decodes(driver, prompts, tokens) + prompts_and_chunks(driver)
 
     result: dict[str, Any] = {way: steps() for way in ("replayed", "replayed again")} | native_replays(graph)
-    result["fusions"] = {kind: list(each.fusions) for kind, each in graph.operators().items()}
     result["before"] = {kind: each.before for kind, each in graph.operators().items()}
     result["laid out caches"] = len(driver.runner._model.ops.hooks.laid_out_caches)
     result["summary"] = driver.runner.summary()

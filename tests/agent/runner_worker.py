@@ -374,9 +374,13 @@ def run_replays(driver: StepDriver, golden: dict[str, Any]) -> dict[str, Any]:
 
 
 def native_replays(graph: Any) -> dict[str, Any]:
-    """Returns the kinds of steps whose replays are confirmed, and for each kind the problem that prevents replays."""
+    """Returns the kinds of steps whose replays are confirmed, and for each kind the problem that prevents replays and
+    the names of its fusions.
+    """
     confirmed = sorted(kind.value for kind, replays in graph.replays.items() if replays.is_confirmed)
-    return {"confirmed": confirmed, "problems": [replays.problem for replays in graph.replays.values()]}
+    problems = [replays.problem for replays in graph.replays.values()]
+    fusions = {kind: list(each.fusions) for kind, each in graph.operators().items()}
+    return {"confirmed": confirmed, "problems": problems, "fusions": fusions}
 
 
 def prompts_and_chunks(driver: StepDriver) -> list[str]:

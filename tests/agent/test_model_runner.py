@@ -65,6 +65,13 @@ ROUNDED_SETUPS = (
     *FUSED_PARTNERS,
     *FUSED_PARTNERS.values(),
 )
+GATED_PRODUCTS = {
+    "auto": "MatMul+Swiglu",
+    "int8": "AddRmsNorm+DynamicQuantExt+QuantBatchMatmul+Swiglu",
+    "int8_weight_only": "WeightQuantBatchMatmul+Swiglu",
+    "int4": "WeightQuantBatchMatmul+Swiglu",
+}
+"""The fusion of the product of gate and up with SwiGLU, by weight format. Native replays fuse operators by default."""
 MOST_ERROR = 1.1
 """Maximum error of int8 activations, as a multiple of NumPy's rounding error. Measured on x86: 0.98 to 1.07."""
 MOST_FUSED_ERROR = 1.0
@@ -297,6 +304,8 @@ def test_replayed_steps_have_the_bits_of_the_graph(results: Run, setup: Setup, m
     replays = results(setup, model)["replays"]
     assert replays["problems"] == ["", "", ""]
     assert replays["confirmed"] == ["chunked", "decode", "prefill"]
+    for kind in replays["confirmed"]:
+        assert GATED_PRODUCTS[setup[2]] in replays["fusions"][kind]
     assert len(set(replays["by the graph"])) == 60, "a sequence decodes alone as in a batch"
     assert replays["replayed"] == replays["replayed again"] == replays["by the graph"]
     by_the_graph = replays["prompts by the graph"]
