@@ -124,10 +124,7 @@ class Config:
 
     @property
     def fuses_operators(self) -> bool:
-        """Whether operators are fused: ``context.enable_graph_kernel``.
-
-        Without this key, only native operators on a CPU are fused. The agent compares the first replays with the graph.
-        """
+        """Whether operators are fused: ``context.enable_graph_kernel``. By default, native operators on a CPU are."""
         wanted = self.context.enable_graph_kernel
         return self.device == "CPU" and self.op_table == "native" if wanted is None else wanted
 
@@ -321,10 +318,7 @@ class Config:
 
     @property
     def row_check_interval(self) -> int:
-        """Number of decode steps between two row checks. In a row check, the agents compute one sequence a second time.
-
-        0 turns the check off.
-        """
+        """Number of decode steps between two row checks, in which the agents compute a sequence again. 0: no checks."""
         wanted = self.serving_config.row_check_interval
         return wanted if wanted is not None else DEFAULT_ROW_CHECK_INTERVAL * (self.device == "CPU")
 
@@ -342,10 +336,7 @@ class Config:
 
     @property
     def num_hand_over_blocks(self) -> int:
-        """Number of blocks of the hand-over pool. 0 unless replicas have the role `prefill` or `decode`.
-
-        The default is enough for three sequences of the maximum length.
-        """
+        """Number of blocks of the hand-over pool: by default for three of the longest sequences. 0 without roles."""
         parallel = self.parallel_config
         if not parallel.has_roles:
             return 0
