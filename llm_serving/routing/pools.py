@@ -112,10 +112,10 @@ class PromptPools:
 
 
 def _deal(counts: Sequence[int]) -> list[int]:
-    """Returns the pool of each replica. Deals the replicas to the pools in turn, from the last pool to the first.
+    """Returns the pool of each replica. Each pool gets one replica in a round, and the last pool is the first in it.
 
-    So replica 0 serves all prompts, and the first replicas cover all pools. Replicas get nodes in order. If there are
-    fewer nodes than replicas, prompts of every length are served.
+    So replica 0 serves all prompts, and the first replicas cover all pools. Replicas get nodes in order. So prompts of
+    every length are served even if there are fewer nodes than replicas.
     """
     left, dealt = list(counts), list[int]()
     while any(left):

@@ -100,8 +100,8 @@ LLMK_INLINE Ints even_bytes(Ints a) {
 }
 LLMK_INLINE Ints odd_bytes(Ints a) { return {_mm256_srli_epi16(a.low, 8), _mm256_srli_epi16(a.high, 8)}; }
 
-// Multiplies each pair of 16-bit numbers in `a` by the pair of 16-bit numbers at `x` (VPMADDWD), and adds the two exact
-// products to the 32-bit lane of `total`. One asm statement, like add_product() of vec_avx2.h.
+// Each 32-bit lane of `a` has two 16-bit numbers. Multiplies them by the two numbers at `x` with VPMADDWD, and adds
+// both products to the lane of `total`. This is exact. It is one asm statement, like add_product() of vec_avx2.h.
 LLMK_INLINE void add_product(Ints* total, Ints a, const int16_t* x) {
   __m256i spread, product;
   asm("vpbroadcastd %[x], %[spread]\n\t"

@@ -234,8 +234,8 @@ class Finder {
 
   static Fusion begin(int first, FusedFunction run) { return {nullptr, 1, {first}, run, {false, false}}; }
 
-  // Returns the fusion with the launch `next` added to it. Returns the fusion without this launch if the launches
-  // cannot be fused, or if a launch outside the fusion reads the result `output` of the last launch.
+  // Adds the launch `next` to the fusion, and returns the result. Returns the unchanged fusion in two cases: the
+  // launches cannot be fused, or a launch outside the fusion reads the result `output` of the fusion's last launch.
   Fusion with(const Fusion& fusion, int next, size_t output) const {
     if (next < 0 || outlives(fusion.last(), output, next)) return fusion;
     Fusion longer = fusion;
