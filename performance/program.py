@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
+from types import FrameType
 from typing import Any, ParamSpec
 
 import orjson
@@ -46,12 +50,16 @@ class ServerUnreachableError(LoadTestError):
 
 
 def exits_with_errors(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
-    """Decorates a program's main function. If it raises an expected error, prints a line and returns the exit code."""
+    """Decorates a program's main function. If it raises an expected error, prints a line and returns the exit code.
+
+    SIGTERM raises SystemExit in ``main``, so its ``with`` and ``finally`` blocks end the servers that it has started.
+    """
 
     @wraps(main)
     def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
         try:
-            return main(*args, **kwargs)
+            with _exits_on_sigterm():
+                return main(*args, **kwargs)
         except (LoadTestError, LLMServingError) as error:
             print(f"error: {error}", file=sys.stderr)
             return EXIT_NOT_STARTED
@@ -59,6 +67,22 @@ def exits_with_errors(main: Callable[Arguments, int]) -> Callable[Arguments, int
             return EXIT_INTERRUPTED
 
     return wrapped
+
+
+@contextmanager
+def _exits_on_sigterm() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
