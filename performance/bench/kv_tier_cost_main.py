@@ -35,6 +35,8 @@ from performance.terminal import format_table
 
 LIMIT = 1.01
 """Default of ``--limit``: maximum ratio of the time with tiers to the time without."""
+WARM_UP_ROUNDS = 3
+"""Rounds that do not count. On a virtual machine, a server was slower in them."""
 FIRST_TOKEN = 10
 """Smallest token id in prompts."""
 WITH, WITHOUT = "with tiers", "without tiers"
@@ -62,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     times = Times()
     with TemporaryDirectory(prefix="kv-tier-cost-", dir=options.folder) as folder, ExitStack() as owned:
         servers = {name: owned.enter_context(_server(name, options, Path(folder))) for name in times.seconds}
-        for number in range(options.rounds + 1):
+        for number in range(WARM_UP_ROUNDS + options.rounds):
             _run_round(number, servers, options, times)
         hits, stored = _blocks(servers[WITH], "hit"), _blocks(servers[WITH], "stored")
     if hits or not stored:
@@ -101,7 +103,7 @@ def _server(name: str, options: argparse.Namespace, folder: Path) -> Any:
 
 
 def _run_round(number: int, servers: dict[str, Endpoint], options: argparse.Namespace, times: Times) -> None:
-    """Sends the requests of one round to both servers. Round 0 is a warm-up and does not count.
+    """Sends the requests of one round to both servers. The first rounds are a warm-up and do not count.
 
     Raises TierCostError if the servers generate different tokens.
     """
@@ -112,7 +114,7 @@ def _run_round(number: int, servers: dict[str, Endpoint], options: argparse.Name
         with ThreadPoolExecutor(options.concurrency) as pool:
             asked = [pool.submit(_ask, servers[name], prompt, options.output_tokens) for prompt in prompts]
             outputs[name] = [each.result() for each in asked]
-        if number:
+        if number >= WARM_UP_ROUNDS:
             times.seconds[name].append(time.perf_counter() - begin)
     if outputs[WITH] != outputs[WITHOUT]:
         raise TierCostError(f"the servers generated different tokens in round {number}")

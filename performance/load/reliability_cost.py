@@ -4,7 +4,10 @@ The program runs pairs of servers. One server has the self-checks at their defau
 log. The other server has none of these features. Both servers of a pair run during all its rounds. In each round, one
 server after the other gets the same requests, while the other server waits. A round takes seconds, so a machine that
 becomes slower during a minute slows down both servers alike. The order changes with every round, and the requests
-change with every round and pair.
+change with every round and pair. The first rounds of a pair do not count, because a new server is slower.
+
+Both servers run without speculative decoding. It adapts to the measured times of steps, so two servers would compute
+different numbers of rows for the same tokens.
 
 The clients send the requests in a closed loop, so both servers compute batches of the same size. At a fixed rate, the
 size would depend on the speed of the machine, and a larger batch needs less processor time for a token.
@@ -53,8 +56,11 @@ MAX_RATIO = 1.01
 """Maximum ratio of the processor time with and without the checks."""
 WARM_UP = 8
 """Number of requests before the measurement."""
+WARM_UP_ROUNDS = 3
+"""Rounds of each pair that do not count. On a virtual machine, a server was slower in them."""
 MET, MISSED, NOT_DECIDED = "met", "missed", "not decided"
 EXIT_CODES = {MET: 0, MISSED: EXIT_FAILURES, NOT_DECIDED: EXIT_UNSTEADY}
+BOTH = ("speculative_config.method=off",)
 OFF = ("serving_config.canary_interval_s=0", "serving_config.row_check_interval=0")
 KEY_RIGHTS = "admin requests_in_flight=100000 requests_per_minute=1000000 tokens_per_minute=1000000000"
 """Rights of the client's key. ``/metrics``, which has the processor time, needs the right ``admin``."""
@@ -125,10 +131,13 @@ def _pair(parsed: argparse.Namespace, base: LoadOptions, number: int, program: P
     rounds: dict[str, list[_Round]] = {name: [] for name in (("on", "off") if number % 2 == 0 else ("off", "on"))}
     with ExitStack() as stack:
         servers = {name: stack.enter_context(_server(parsed, name, base, program)) for name in rounds}
-        for index in range(parsed.rounds):
-            seed = base.seed + 2 * (number * parsed.rounds + index)  # the warm-up of a round uses the next seed
+        for index in range(-WARM_UP_ROUNDS, parsed.rounds):
+            place = number * (WARM_UP_ROUNDS + parsed.rounds) + WARM_UP_ROUNDS + index
+            seed = base.seed + 2 * place  # the warm-up of a round uses the next seed
             for name in ("on", "off") if (number + index) % 2 == 0 else ("off", "on"):
-                rounds[name].append(_measure(parsed, name, replace(servers[name], seed=seed)))
+                measured = _measure(parsed, name, replace(servers[name], seed=seed))
+                if index >= 0:
+                    rounds[name].append(measured)
     found = {}
     for name, results in rounds.items():
         found[f"{name}_cpu_s_per_token"] = sum(r.cpu_s for r in results) / sum(r.output_tokens for r in results)
@@ -151,7 +160,7 @@ def _server(parsed: argparse.Namespace, name: str, base: LoadOptions, program: P
         keys.touch(mode=0o600)
         keys.write_text(f"client sha256:{digest_of(secret).hex()} {KEY_RIGHTS}\n")
         on = [f"serving_config.api_keys_file={keys}", f"serving_config.audit_log={folder}/audit.log"]
-        settings = [*(on if name == "on" else OFF), *parsed.settings]
+        settings = [*BOTH, *(on if name == "on" else OFF), *parsed.settings]
         with configured_server(name, parsed.config, settings, folder, parsed.start_timeout, program) as endpoint:
             yield replace(base, endpoint=endpoint, api_key=secret if name == "on" else None)
 
@@ -199,7 +208,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = new_parser(__doc__, "llama_tiny_cpu.yaml", starts_servers=True)
     parser.add_argument("--pairs", type=parse_count, default=5, help="pairs of servers (default %(default)s)")
     parser.add_argument("--timeout", type=float, default=3600.0, help="maximum seconds per request")
-    parser.add_argument("--rounds", type=parse_count, default=8, help="rounds of each pair (default %(default)s)")
+    parser.add_argument("--rounds", type=parse_count, default=8, help="rounds of each pair that count (%(default)s)")
     parser.add_argument("--requests", type=parse_count, default=80, help="per server and round (default %(default)s)")
     parser.add_argument("--clients", type=parse_count, default=16, help="number of clients (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and lengths (default %(default)s)")
