@@ -67,7 +67,8 @@ static void add_plain(Sum& sum, const char* data, int64_t stripes) {
 
 #if defined(__x86_64__)
 // Copies stripes of 64 bytes, all of one round, and adds them to the checksum in the same pass. Meanwhile prefetches
-// the bytes at `next`.
+// the bytes at `next`. If kStreams, the stores bypass the caches, and `to` must be a multiple of 32.
+template <bool kStreams>
 __attribute__((target("avx2"))) static void copy_avx2(Sum& sum, char* to, const char* from, const char* next,
                                                       int64_t stripes) {
   __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(sum.lanes));
@@ -77,8 +78,13 @@ __attribute__((target("avx2"))) static void copy_avx2(Sum& sum, char* to, const 
     _mm_prefetch(next, _MM_HINT_T0);
     const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
     const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + 32));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), a);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 32), b);
+    if constexpr (kStreams) {
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(to), a);
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(to + 32), b);
+    } else {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), a);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 32), b);
+    }
     const __m256i keyed_a = _mm256_xor_si256(a, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(keys)));
     const __m256i keyed_b = _mm256_xor_si256(b, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(keys + 4)));
     const __m256i product_a = _mm256_mul_epu32(keyed_a, _mm256_srli_epi64(keyed_a, 32));
@@ -137,15 +143,21 @@ static void finish(const Sum& sum, uint64_t* checksum) {
 //
 // At the same time, prefetches the rest of the source, and then `next`, the start of the next part. The parts of a
 // block are in different arrays, so the hardware prefetchers cannot find the next part.
+//
+// If kStreams, the stores bypass the caches. That is faster for blocks that this process does not read again, because a
+// usual store first reads the old bytes from memory.
+template <bool kStreams>
 static void copy_part(char* to, const char* from, const char* summed, const char* next, int64_t bytes, Sum& sum) {
   int64_t done = 0;
 #if defined(__x86_64__)
   if (has_avx2()) {
+    if (kStreams && reinterpret_cast<uintptr_t>(to) % 32 != 0)
+      return copy_part<false>(to, from, summed, next, bytes, sum);
     done = bytes / kStripe * kStripe;
     for_rounds(sum, bytes / kStripe,
                [&](int64_t begin, int64_t count) {
                  const char* ahead = begin < kAhead ? next + begin : from + begin;
-                 copy_avx2(sum, to + begin, from + begin, ahead, count);
+                 copy_avx2<kStreams>(sum, to + begin, from + begin, ahead, count);
                });
   }
 #endif
@@ -199,7 +211,7 @@ static void hand_out(const HandBlocksArgs& args, int64_t m) {
   for (int64_t array = 0; array < args.num_arrays; ++array) {
     const char* from = device_part(args, array, source);
     const char* next = device_part(args, array + 1 < args.num_arrays ? array + 1 : 0, source);
-    copy_part(to + array * args.part_bytes, from, from, next, args.part_bytes, sum);
+    copy_part<true>(to + array * args.part_bytes, from, from, next, args.part_bytes, sum);
   }
   finish(sum, header.checksum);
   end_copy();
@@ -220,7 +232,7 @@ static bool hand_in(const HandBlocksArgs& args, int64_t m) {
     const char* next = device_part(args, array + 1 < args.num_arrays ? array + 1 : 0, destination);
     // Computes the checksum from the copied bytes. So it matches the copy even if another process changes the block of
     // the pool at the same time.
-    copy_part(to, from + array * args.part_bytes, to, next, args.part_bytes, sum);
+    copy_part<false>(to, from + array * args.part_bytes, to, next, args.part_bytes, sum);
   }
   end_copy();
   uint64_t checksum[kChecksumWords];
