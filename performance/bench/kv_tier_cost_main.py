@@ -8,6 +8,9 @@ generate the same tokens.
 Prints the mean of the rounds' ratios and its standard error. The exit code is 1 if the ratio exceeds --limit by more
 than two standard errors. If the ratio is less than two standard errors away from the limit, more rounds are needed.
 
+The program also prints the ratio of the processor times of server and agents. This ratio has no limit. It varies less,
+but it leaves out the time in which no core worked.
+
     python performance/bench_kv_tier_cost.py
     python performance/bench_kv_tier_cost.py --ssd --rounds 20 --json cost.json
 """
@@ -28,6 +31,7 @@ from typing import Any
 
 from performance.bench.completion import complete
 from performance.load.endpoint import Endpoint
+from performance.load.server_cost import CPU_METRIC
 from performance.load.server_process import configured_server
 from performance.load.watches import fetch_metrics
 from performance.program import LoadTestError, exits_with_errors, new_parser, parse_count, positive, write_json
@@ -48,13 +52,14 @@ class TierCostError(LoadTestError):
 
 @dataclass(slots=True)
 class Times:
-    """Seconds of each round, by server."""
+    """Seconds and processor seconds of each round, by server."""
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: {WITHOUT: [], WITH: []})
+    processor: dict[str, list[float]] = field(default_factory=lambda: {WITHOUT: [], WITH: []})
 
-    @property
-    def ratios(self) -> list[float]:
-        return [one / other for one, other in zip(self.seconds[WITH], self.seconds[WITHOUT], strict=True)]
+
+def _ratios(times: dict[str, list[float]]) -> list[float]:
+    return [one / other for one, other in zip(times[WITH], times[WITHOUT], strict=True)]
 
 
 @exits_with_errors
@@ -110,12 +115,13 @@ def _run_round(number: int, servers: dict[str, Endpoint], options: argparse.Name
     prompts = _prompts(number, options)
     outputs = {}
     for name in list(servers) if number % 2 else list(reversed(servers)):
-        begin = time.perf_counter()
+        before, begin = _processor_s(servers[name]), time.perf_counter()
         with ThreadPoolExecutor(options.concurrency) as pool:
             asked = [pool.submit(_ask, servers[name], prompt, options.output_tokens) for prompt in prompts]
             outputs[name] = [each.result() for each in asked]
         if number >= WARM_UP_ROUNDS:
             times.seconds[name].append(time.perf_counter() - begin)
+            times.processor[name].append(_processor_s(servers[name]) - before)
     if outputs[WITH] != outputs[WITHOUT]:
         raise TierCostError(f"the servers generated different tokens in round {number}")
 
@@ -135,6 +141,11 @@ def _ask(server: Endpoint, prompt: list[int], output_tokens: int) -> list[int]:
     return tokens
 
 
+def _processor_s(server: Endpoint) -> float:
+    """Returns the processor seconds that the server and its agents have used since their start."""
+    return fetch_metrics(server)[CPU_METRIC]
+
+
 def _blocks(server: Endpoint, kind: str) -> float:
     """Returns the number of blocks that the tiers have stored (``stored``), or that requests found in the tiers
     (``hit``).
@@ -144,14 +155,23 @@ def _blocks(server: Endpoint, kind: str) -> float:
 
 
 def _report(options: argparse.Namespace, times: Times, stored: float) -> int:
-    ratios, tokens = times.ratios, options.requests * options.output_tokens
-    mean, error = fmean(ratios), stdev(ratios) / len(ratios) ** 0.5
+    ratios, tokens = _ratios(times.seconds), options.requests * options.output_tokens
+    mean, error = _mean(ratios)
+    processor, processor_error = _mean(_ratios(times.processor))
     rows = [[name, f"{fmean(each):.3f}", f"{tokens / fmean(each):.1f}"] for name, each in times.seconds.items()]
     print(format_table(["server", "seconds of a round", "output tokens/s"], rows))
     print(f"ratio {mean:.4f}, standard error {error:.4f}, {len(ratios)} rounds; {stored:g} blocks were stored")
+    print(f"processor time: ratio {processor:.4f}, standard error {processor_error:.4f}")
     is_exceeded, is_kept = mean - 2 * error > options.limit, mean + 2 * error <= options.limit
     verdict = "is exceeded" if is_exceeded else "is kept" if is_kept else "is within two standard errors: undecided"
     print(f"limit {options.limit:g} {verdict}")
     content = {"config": options.config, "ssd": options.ssd, "seconds": times.seconds, "ratios": ratios}
-    write_json(options.json, content | {"ratio": mean, "standard_error": error, "stored_blocks": stored})
+    content |= {"ratio": mean, "standard_error": error, "stored_blocks": stored}
+    content |= {"processor_ratio": processor, "processor_standard_error": processor_error}
+    write_json(options.json, content)
     return 1 if is_exceeded else 0
+
+
+def _mean(ratios: Sequence[float]) -> tuple[float, float]:
+    """Returns the mean of the ratios, and its standard error."""
+    return fmean(ratios), stdev(ratios) / len(ratios) ** 0.5

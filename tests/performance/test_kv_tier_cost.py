@@ -22,9 +22,12 @@ def test_the_limit_counts_only_outside_of_two_standard_errors(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], ratios: tuple[float, ...], code: int, verdict: str
 ) -> None:
     options = _parse(["--json", str(tmp_path / "cost.json")])
-    times = Times({WITHOUT: [2.0] * len(ratios), WITH: [2.0 * ratio for ratio in ratios]})
+    seconds = {WITHOUT: [2.0] * len(ratios), WITH: [2.0 * ratio for ratio in ratios]}
+    times = Times(seconds, {WITHOUT: [3.0] * len(ratios), WITH: [3.3] * len(ratios)})
     assert _report(options, times, 7.0) == code
-    assert verdict in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert verdict in output
+    assert "processor time: ratio 1.1000, standard error 0.0000" in output
     written = json.loads((tmp_path / "cost.json").read_text())
     assert written["ratio"] == pytest.approx(sum(ratios) / len(ratios))
     assert written["ratios"] == pytest.approx(list(ratios))
