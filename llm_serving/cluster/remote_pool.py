@@ -122,7 +122,7 @@ class RemotePool:
                 break
         return contents
 
-    def write(self, blocks: Sequence[int], contents: Sequence[bytes]) -> int:
+    def write(self, blocks: Sequence[int], contents: Sequence[bytes | memoryview]) -> int:
         """Replaces the contents of host blocks, in order. Returns the number of leading blocks that were written."""
         count = 0
         for start in range(0, len(blocks), self.blocks_at_once):
@@ -257,7 +257,7 @@ class RemotePool:
     def _write(
         self,
         blocks: Sequence[int],
-        contents: Sequence[bytes],
+        contents: Sequence[bytes | memoryview],
         written: list[int],
         sent: list[int],
         link: socket.socket,

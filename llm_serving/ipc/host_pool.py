@@ -43,7 +43,7 @@ class HostPool(Protocol):
         The list ends before the first block that could not be read, because its machine could not be reached.
         """
 
-    def write(self, blocks: Sequence[int], contents: Sequence[bytes]) -> int:
+    def write(self, blocks: Sequence[int], contents: Sequence[bytes | memoryview]) -> int:
         """Replaces the contents of ``blocks``, in order. Returns the number of leading blocks that were written.
 
         This is less than ``len(blocks)`` if the machine with the blocks could not be reached.
@@ -130,7 +130,7 @@ class HostPoolMemory(LaidOutSegment[HostPoolLayout]):
         """Returns the content of each block: its part of each array, in order."""
         return [self._blocks[:, block].tobytes() for block in blocks]
 
-    def write(self, blocks: Sequence[int], contents: Sequence[bytes]) -> int:
+    def write(self, blocks: Sequence[int], contents: Sequence[bytes | memoryview]) -> int:
         """Replaces the contents of blocks. Returns their number, because the memory is on this machine."""
         for block, content in zip(blocks, contents, strict=True):
             self.copy_in(block, memoryview(content))
@@ -164,7 +164,7 @@ class _JoinedPool:
     def read(self, blocks: Sequence[int]) -> list[bytes]:
         return [b"".join(parts) for parts in zip(*(part.read(blocks) for part in self._parts), strict=False)]
 
-    def write(self, blocks: Sequence[int], contents: Sequence[bytes]) -> int:
+    def write(self, blocks: Sequence[int], contents: Sequence[bytes | memoryview]) -> int:
         start, counts = 0, []
         for part in self._parts:
             end = start + part.block_bytes

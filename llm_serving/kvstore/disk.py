@@ -94,7 +94,8 @@ class Records(Protocol):
 
     def find(self, chained_hash: bytes) -> Place | None: ...
 
-    def read(self, place: Place, key: BlockKey) -> bytes | None: ...
+    def read(self, place: Place, key: BlockKey) -> memoryview | None:
+        """Returns the content of a block, which is valid until the next call, or None."""
 
     def append(self, key: BlockKey, content: bytes) -> None: ...
 
@@ -203,7 +204,7 @@ class FileTier(ABC):
         """Returns the content of a block, or None if it was removed or is damaged."""
         content = None if self._records is None else self._records.read(place, key)
         self._note()
-        return content
+        return None if content is None else bytes(content)
 
     def _open(self, namespace: bytes) -> None:
         if self._last is None or self._namespace != namespace:
@@ -285,12 +286,12 @@ class FileTier(ABC):
         self, keys: Sequence[BlockKey], places: Sequence[Place], hosts: Sequence[int], pool: HostPool
     ) -> int:
         """Reads blocks into host blocks until a read fails. Returns the number of blocks."""
-        start, contents = time.perf_counter(), list[bytes]()
+        start, contents = time.perf_counter(), list[bytes | memoryview]()
         for key, place in zip(keys, places, strict=True):
             content = None if self._records is None else self._records.read(place, key)
             if content is None or len(content) != pool.block_bytes:
                 break
-            contents.append(content)
+            contents.append(content if len(keys) == 1 else bytes(content))
         count = pool.write(hosts[: len(contents)], contents) if contents else 0
         if count == len(contents) > 0:
             self._learn(time.perf_counter() - start, sum(map(len, contents)))

@@ -8,6 +8,7 @@ Therefore a scan can check headers without reading the contents.
 
 from __future__ import annotations
 
+import os
 import struct
 import zlib
 from dataclasses import dataclass
@@ -68,14 +69,14 @@ def encode_record(namespace: bytes, key: BlockKey, generation: int, content: byt
     return b"".join((header, _CHECKSUM.pack(checksum), key.tokens, content))
 
 
-def decode_header(data: bytes) -> RecordHeader | None:
+def decode_header(data: bytes | memoryview) -> RecordHeader | None:
     """Returns the header at the beginning of ``data``. Returns None if the header is missing, damaged or cut off."""
     if len(data) < HEADER_BYTES:
         return None
     magic, namespace, chained_hash, generation, token_bytes, content_bytes, checksum = _HEADER.unpack_from(data)
     if magic != MAGIC or token_bytes > MAX_TOKEN_BYTES or content_bytes > MAX_CONTENT_BYTES:
         return None
-    tokens = data[HEADER_BYTES : HEADER_BYTES + token_bytes]
+    tokens = bytes(data[HEADER_BYTES : HEADER_BYTES + token_bytes])
     (expected,) = _CHECKSUM.unpack_from(data, _HEADER.size)
     if len(tokens) < token_bytes or zlib.crc32(tokens, zlib.crc32(data[: _HEADER.size])) != expected:
         return None
@@ -87,8 +88,30 @@ def decode_content(data: bytes, namespace: bytes, key: BlockKey) -> bytes | None
 
     Returns None otherwise. The caller must then compute the block.
     """
+    content = view_content(memoryview(data), namespace, key)
+    return None if content is None else bytes(content)
+
+
+def view_content(data: memoryview, namespace: bytes, key: BlockKey) -> memoryview | None:
+    """Returns what ``decode_content`` returns, as a part of ``data`` and without a copy."""
     header = decode_header(data)
     if header is None or header.namespace != namespace or header.key != key or header.num_bytes != len(data):
         return None
     content = data[header.content_start :]
     return content if zlib.crc32(content) == header.content_checksum else None
+
+
+class RecordBuffer:
+    """Memory for one record at a time. Reading into new memory would take twice as long, because the operating system
+    must first clear it.
+    """
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def read(self, descriptor: int, num_bytes: int, offset: int = 0) -> memoryview:
+        """Returns up to ``num_bytes`` bytes of a file. They are valid until the next call. Raises OSError."""
+        if len(self._data) < num_bytes:
+            self._data = bytearray(num_bytes)
+        view = memoryview(self._data)[:num_bytes]
+        return view[: os.preadv(descriptor, [view], offset)]

@@ -24,10 +24,11 @@ from llm_serving.kvstore.places import Place, Segment
 from llm_serving.kvstore.records import (
     HEADER_BYTES,
     MAX_TOKEN_BYTES,
+    RecordBuffer,
     RecordHeader,
-    decode_content,
     decode_header,
     encode_record,
+    view_content,
 )
 
 SEGMENT_BYTES = 64 << 20
@@ -88,6 +89,7 @@ class SegmentFolder:
         self.num_rejected = 0
         """Number of records that a read or a scan found to be damaged or cut off."""
         self.generation = 1
+        self._buffer = RecordBuffer()
         self._namespace = namespace
         self._max_bytes = max_bytes
         self._segment_bytes = min(segment_bytes, max_bytes)
@@ -118,14 +120,14 @@ class SegmentFolder:
         """Returns the place of a block's record. Any thread may call it. ``read`` compares the tokens."""
         return self._index.get(chained_hash)
 
-    def read(self, place: Place, key: BlockKey) -> bytes | None:
-        """Returns the content of a block. If the record is damaged or holds another block, removes it from the index
-        and returns None.
+    def read(self, place: Place, key: BlockKey) -> memoryview | None:
+        """Returns the content of a block, which is valid until the next call. If the record is damaged or holds another
+        block, removes it from the index and returns None.
         """
         content = None
         with contextlib.suppress(OSError), place.segment.path.open("rb") as file:
-            data = os.pread(file.fileno(), place.num_bytes, place.offset)
-            content = decode_content(data, self._namespace, key)
+            data = self._buffer.read(file.fileno(), place.num_bytes, place.offset)
+            content = view_content(data, self._namespace, key)
         if content is None:
             self.num_rejected += 1
             self._forget(place.segment, key.chained_hash)

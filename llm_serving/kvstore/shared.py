@@ -27,7 +27,7 @@ from llm_serving.kvstore.disk import FileTier, Transfer
 from llm_serving.kvstore.distrust_marks import DistrustMarks
 from llm_serving.kvstore.mover import Mover
 from llm_serving.kvstore.places import Place, Segment
-from llm_serving.kvstore.records import HASH_BYTES, decode_content, decode_header, encode_record
+from llm_serving.kvstore.records import HASH_BYTES, RecordBuffer, decode_header, encode_record, view_content
 
 SUFFIX = ".kv"
 SCAN_S = 5.0
@@ -69,6 +69,7 @@ class SharedFolder:
         """
         self._folder = folder
         self._own = folder / namespace.hex()
+        self._buffer = RecordBuffer()
         self._namespace = namespace
         self._max_bytes = max_bytes
         self._clock = clock
@@ -121,20 +122,21 @@ class SharedFolder:
         """
         return self._marks.look()
 
-    def read(self, place: Place, key: BlockKey) -> bytes | None:
-        """Returns the content of a block. Returns None if its file was removed, is damaged, holds another block, or is
-        of a writer that other machines distrust. Also returns None while the marks of other machines cannot be read.
+    def read(self, place: Place, key: BlockKey) -> memoryview | None:
+        """Returns the content of a block, which is valid until the next call. Returns None if its file was removed, is
+        damaged, holds another block, or is of a writer that other machines distrust. Also returns None while the marks
+        of other machines cannot be read.
         """
         if not self._marks.are_known:
             return None
         path = place.segment.path
         try:
             with path.open("rb") as file:
-                data = file.read(place.num_bytes + 1)
+                data = self._buffer.read(file.fileno(), place.num_bytes + 1)
         except OSError:
             self._index.pop(key.chained_hash, None)  # another machine has removed it, or the network is down
             return None
-        content, header = decode_content(data, self._namespace, key), decode_header(data)
+        content, header = view_content(data, self._namespace, key), decode_header(data)
         if content is None or header is None or not self._marks.accepts(header.generation):
             self.num_rejected += 1
             self._index.pop(key.chained_hash, None)

@@ -40,7 +40,8 @@ def open_folder(path, max_bytes=1 << 20, segment_bytes=4096, namespace=NAMESPACE
 
 def found(folder, number):
     place = folder.find(key(number).chained_hash)
-    return None if place is None else folder.read(place, key(number))
+    view = None if place is None else folder.read(place, key(number))
+    return None if view is None else bytes(view)
 
 
 def test_a_record_describes_itself():
