@@ -18,7 +18,7 @@ _BFLOAT16_SETS = ("avx512_bf16", "avx512_amx", "neon_bf16")
 
 
 class Hardware(NamedTuple):
-    """What the values ``auto`` of a config depend on."""
+    """The facts about a machine on which the values ``auto`` of a config depend."""
 
     ascend: bool
     """Whether the machine has an Ascend."""

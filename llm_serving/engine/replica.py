@@ -281,7 +281,7 @@ class Replica:
             self._metrics.host_overhead(0.0)  # the agent already had the next step, so the device did not wait
 
     def note_preemptions(self) -> None:
-        """Tells the metrics how many sequences were preempted since the last call of this method."""
+        """Reports to the metrics how many sequences were preempted since the last call of this method."""
         preemptions = self.scheduler.num_preemptions - self._preemptions_reported
         if preemptions:
             swaps = self.scheduler.figures.swaps - self._swaps_reported

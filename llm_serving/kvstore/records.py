@@ -93,7 +93,7 @@ def decode_content(data: bytes, namespace: bytes, key: BlockKey) -> bytes | None
 
 
 def view_content(data: memoryview, namespace: bytes, key: BlockKey) -> memoryview | None:
-    """Returns what ``decode_content`` returns, as a part of ``data`` and without a copy."""
+    """Like ``decode_content``, but returns the content as a part of ``data``, without a copy."""
     header = decode_header(data)
     if header is None or header.namespace != namespace or header.key != key or header.num_bytes != len(data):
         return None
