@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from tools.reference.chat_configuration import chat_configuration_page  # noqa: E402
 from tools.reference.command_line import command_line_page  # noqa: E402
 from tools.reference.configuration import configuration_page  # noqa: E402
 from tools.reference.constants import constants_page  # noqa: E402
@@ -27,6 +28,7 @@ PAGES = {
     "sampling_parameters.md": sampling_parameters_page,
     "files.md": files_page,
     "constants.md": constants_page,
+    "chat_configuration.md": chat_configuration_page,
 }
 
 

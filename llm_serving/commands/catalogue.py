@@ -130,6 +130,13 @@ COMMANDS = (
         "tools.quantization.main:build_parser",
     ),
     Command(
+        "import-chat",
+        "make a config from the configuration.json of an older /chat server",
+        "tools.chat_import.main:main",
+        "tools.chat_import.main:build_parser",
+        is_filter=True,
+    ),
+    Command(
         "doctor",
         "what this machine can run, and what prevents it",
         "tools.diagnosis.main:main",

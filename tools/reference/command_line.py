@@ -46,6 +46,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
         "tools/analyze_log.py",
         "tools/replay.py",
         "tools/quantize.py",
+        "tools/import_chat_configuration.py",
         "tools/quality_gate.py",
         "tools/check_ascend_graph.py",
         "tools/try_attention.py",

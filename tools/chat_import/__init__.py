@@ -1,0 +1,1 @@
+"""Makes a deployment config from the ``configuration.json`` of an older ``/chat`` server."""
