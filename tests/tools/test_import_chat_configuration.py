@@ -297,6 +297,23 @@ def test_numbers_of_devices_that_do_not_agree_are_refused(
     assert f"world_size = {document['world_size']}: is the number of all devices, and " in error
 
 
+def test_the_number_of_devices_takes_account_of_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    replicas = ("--set", "parallel_config.data_parallel=2")
+    assert imported(tmp_path, {"world_size": 4}, *MODEL, *replicas).parallel_config.tensor_parallel == 2
+    (tmp_path / "chat.yaml").unlink()
+    capsys.readouterr()
+    error = refused(tmp_path, capsys, {"world_size": 3}, *MODEL, *replicas)
+    assert "world_size = 3: is the number of all devices, and --set parallel_config.data_parallel=2 needs " in error
+
+
+def test_odd_names_and_paths_are_only_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error = refused(tmp_path, capsys, {"a\x1b[2J": 1}, *MODEL)
+    assert '"a\\u001b[2J" = 1: the table of names does not have this name' in error
+    assert "\x1b" not in error
+    error = refused(tmp_path, capsys, {"model_path": "x" * 5000})
+    assert "no such file or folder" in error
+
+
 def test_map_imports_any_name_as_any_key(tmp_path: Path) -> None:
     document = {"net": {"listen": 8123}, "queue": {"order": "fcfs"}, "lanes": 6, "kind": "fp32"}
     options = [

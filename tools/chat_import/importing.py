@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import typing
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -74,8 +75,8 @@ class Options:
     mapped: Mapping[str, str] = field(default_factory=dict)
     """Key by name (``--map``)."""
     ignored: Sequence[str] = ()
-    replaced: Set[str] = frozenset()
-    """Keys whose value is given by ``--set``."""
+    given: Mapping[str, object] = field(default_factory=dict)
+    """Value by key (``--set``). It replaces that of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ def import_settings(settings: Sequence[Setting], options: Options, folder: Path)
     for setting in settings:
         if not any(setting.is_within(name) for name in options.ignored):
             _import_one(setting, options, folder, result)
-    _divide_devices(result)
+    _divide_devices(result, options.given)
     return result
 
 
@@ -218,7 +219,7 @@ def _set(setting: Setting, target: Target, options: Options, folder: Path, resul
     key = target.key
     real_key = TENSOR_PARALLEL if key == DEVICES else key
     setter = f"--set {real_key}=VALUE"
-    if real_key in options.replaced:
+    if real_key in options.given:
         result.notes.append(f"{setting.shown_path} = {setting.shown_value}: replaced by --set {real_key}")
         return
     try:
@@ -248,23 +249,27 @@ def _checked(setting: Setting, key: str, conversion: Conversion) -> object:
 
 def _in_folder(key: str, value: object, folder: Path) -> object:
     """Returns the absolute path of a file or folder next to the ``configuration.json``, or else the value."""
-    if key not in PATH_KEYS or not isinstance(value, str) or not (folder / value).exists():
+    if key not in PATH_KEYS or not isinstance(value, str):
         return value
-    return str((folder / value).resolve())
+    try:
+        return str((folder / value).resolve(strict=True))
+    except OSError:  # there is no such file, or the name is too long
+        return value
 
 
-def _divide_devices(result: Import) -> None:
+def _divide_devices(result: Import, given: Mapping[str, object]) -> None:
     """Replaces the number of all devices by ``tensor_parallel``. Adds a problem if the numbers do not agree."""
     if DEVICES not in result.values:
         return
     number, origins = typing.cast(int, result.values.pop(DEVICES)), result.origins.pop(DEVICES)
-    others = [key for key in (TENSOR_PARALLEL, *_OTHER_PARALLEL) if key in result.values]
-    known = 1
-    for key in others:
-        known *= typing.cast(int, result.values[key])
-    if number % known or (TENSOR_PARALLEL in others and number != known):
-        named = ", ".join(f"{each.shown_path} = {each.shown_value}" for key in others for each in result.origins[key])
-        _fail(result, origins[0], f"is the number of all devices, and {named} needs another number of devices")
+    stated = {**result.values, **given}
+    others = [key for key in (TENSOR_PARALLEL, *_OTHER_PARALLEL) if isinstance(stated.get(key), int)]
+    known = math.prod(typing.cast(int, stated[key]) for key in others)
+    if known < 1 or number % known or (TENSOR_PARALLEL in others and number != known):
+        settings = [each for key in others for each in result.origins.get(key, ())]
+        named = [f"{each.shown_path} = {each.shown_value}" for each in settings]
+        named += [f"--set {key}={given[key]}" for key in others if key in given]
+        _fail(result, origins[0], f"is the number of all devices, and {' and '.join(named)} needs another number")
     elif TENSOR_PARALLEL not in others:
         result.values[TENSOR_PARALLEL] = number // known
         result.origins[TENSOR_PARALLEL] = origins
@@ -281,4 +286,5 @@ def _fail(result: Import, setting: Setting, reason: str, remedy: str = "") -> No
 
 
 def _quoted(setting: Setting) -> str:
-    return shlex.quote(setting.path)
+    """Returns the dotted name as a word for a shell."""
+    return shlex.quote(setting.path) if setting.path.isprintable() else "NAME"

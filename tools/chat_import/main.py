@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the importer and returns the exit code."""
     options = build_parser().parse_args(arguments)
     try:
-        names, given = _names(options), _given(options.overrides)
+        names = _names(options)
         if options.output is not None and options.output.exists() and not options.force:
             raise ImportFailedError(f"{options.output}: exists; --force replaces it")
         if options.output is not None and options.output.resolve() == options.file.resolve():
@@ -81,14 +81,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     try:
-        return _run(options.file, options.output, names, given, force=options.force)
+        return _run(options.file, options.output, names, force=options.force)
     except ImportFailedError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 
 
 def _names(options: argparse.Namespace) -> Options:
-    """Returns the options about single names. Raises ImportFailedError if one has a wrong form or an unknown key."""
+    """Returns the options about names and keys.
+
+    Raises ImportFailedError or ConfigError if one has a wrong form or an unknown key.
+    """
     mapped = {}
     for text in options.mapped:
         name, equals, key = text.rpartition("=")
@@ -99,25 +102,20 @@ def _names(options: argparse.Namespace) -> Options:
             raise ImportFailedError(f"--map {name!r}: has two keys, {mapped[name]} and {key}")
     if both := sorted(set(mapped) & set(options.ignored)):
         raise ImportFailedError(f"--map and --ignore both name {both[0]!r}")
-    replaced = frozenset(text.partition("=")[0].strip() for text in options.overrides)
-    return Options(mapped, tuple(dict.fromkeys(options.ignored)), replaced)
+    parsed = [parse_override(text) for text in options.overrides]
+    given = {f"{section}.{key}": value for section, key, value in parsed}  # the last one counts
+    return Options(mapped, tuple(dict.fromkeys(options.ignored)), given)
 
 
-def _given(overrides: Sequence[str]) -> dict[str, object]:
-    """Returns the values of ``--set`` by key. The last one counts."""
-    parsed = [parse_override(text) for text in overrides]
-    return {f"{section}.{key}": value for section, key, value in parsed}
-
-
-def _run(file: Path, output: Path | None, names: Options, given: dict[str, object], *, force: bool) -> int:
+def _run(file: Path, output: Path | None, names: Options, *, force: bool) -> int:
     settings = read_settings(file)
     folder = file.resolve().parent
     result = import_settings(settings, names, folder)
     if result.problems:
         print(_report(file, settings, result), file=sys.stderr)
         return 1
-    values = with_defaults(result, given, folder)
-    text = config_text(file, result, values, given)
+    values = with_defaults(result, names.given, folder)
+    text = config_text(file, result, values, names.given)
     try:
         config = check_text(text) if output is None else write_checked(text, output, force=force)
     except ImportFailedError as error:
