@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 MAX_PORT = 65535
+"""Largest port number."""
 _WEIGHT_FILES = (".ckpt", ".mindir", ".ms", ".pt", ".pth", ".bin", ".safetensors")
 """Endings of files that are not a whole model."""
 

@@ -253,7 +253,7 @@ def _in_folder(key: str, value: object, folder: Path) -> object:
         return value
     try:
         return str((folder / value).resolve(strict=True))
-    except OSError:  # there is no such file, or the name is too long
+    except OSError:  # the file does not exist, or its name is too long
         return value
 
 

@@ -15,7 +15,7 @@ MAX_BYTES = 1024 * 1024
 """Maximum size of a ``configuration.json``."""
 MAX_DEPTH = 32
 """Maximum depth of nested lists and objects in a ``configuration.json``."""
-MAX_SHOWN_CHARS = 80
+MAX_SHOWN_CHARS = 200
 """Maximum number of characters of a value in messages and in the comment of the config."""
 HIDDEN = "(hidden)"
 """Stands for a secret in messages and in the comment of the config."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import secrets
@@ -59,7 +60,7 @@ def with_defaults(result: Import, given: Mapping[str, object], folder: Path) -> 
 
 def config_text(source: Path, result: Import, values: Mapping[str, object], given: Mapping[str, object]) -> str:
     """Returns the YAML. Its comment names the source, and lists each imported name with key and value."""
-    comment = [f"Made by tools/import_chat_configuration.py from {shown(str(source.resolve()))}.", "Imported:"]
+    comment = [f"Made by tools/import_chat_configuration.py from {json.dumps(str(source.resolve()))}.", "Imported:"]
     for key, origins in result.origins.items():
         for each in origins:
             comment.append(f"  {each.shown_path} -> {key} = {HIDDEN if each.is_secret else shown(values[key])}")
