@@ -18,7 +18,8 @@ from support.small_configs import REPOSITORY, TINY_LLAMA
 from tools.chat_import.importing import Options, import_settings
 from tools.chat_import.main import main
 from tools.chat_import.names import ABSENT, DEVICES, IMPORTED, Absent, Imported
-from tools.chat_import.settings import MAX_BYTES, MAX_DEPTH, MAX_SHOWN_CHARS, Setting, read_settings
+from tools.chat_import.settings import MAX_BYTES, MAX_DEPTH, MAX_SHOWN_CHARS, ImportFailedError, Setting, read_settings
+from tools.chat_import.writing import write_checked
 
 PROGRAM = REPOSITORY / "tools" / "import_chat_configuration.py"
 MODEL = ("--set", f"model_config.model_path={TINY_LLAMA}")
@@ -190,10 +191,11 @@ def test_a_boolean_is_not_a_harmless_number(tmp_path: Path) -> None:
 
 def test_without_sampling_the_other_sampling_settings_are_notes(tmp_path: Path) -> None:
     sampling = {"do_sample": False, "temperature": 0.7, "top_p": 0.8, "top_k": 3, "repetition_penalty": 1}
-    document = {"a": sampling, "b": {"temperature": 0.7}}
+    document = {"a": sampling | {"max_new_tokens": 5}, "b": {"temperature": 0.7}}
     result = import_settings(read_settings(write(tmp_path, document)), Options(), tmp_path)
     assert len(result.notes) == len(sampling)
-    assert [each.text.partition(":")[0] for each in result.problems] == ["b.temperature = 0.7"]
+    problems = [each.text.partition(":")[0] for each in result.problems]
+    assert problems == ["a.max_new_tokens = 5", "b.temperature = 0.7"]
 
 
 def test_all_problems_are_listed_together_with_value_and_remedy(
@@ -527,6 +529,15 @@ def test_an_existing_file_is_only_replaced_with_force(tmp_path: Path, capsys: py
     assert main([str(file), "--output", str(file), "--force", *MODEL]) == 2
     assert json.loads(file.read_text()) == {"port": 8000}
     assert {path.name for path in tmp_path.iterdir()} == {"configuration.json", "chat.yaml"}
+
+
+def test_a_file_that_appears_during_the_import_is_kept(tmp_path: Path) -> None:
+    output = tmp_path / "chat.yaml"
+    output.write_text("mine")
+    text = f"model_config:\n  model_path: {TINY_LLAMA}\n"
+    with pytest.raises(ImportFailedError, match="exists; --force replaces it"):
+        write_checked(text, output, force=False)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("chat.yaml", "mine")]
 
 
 def test_a_config_that_the_loader_refuses_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
