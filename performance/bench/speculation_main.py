@@ -2,7 +2,7 @@
 
 The rounds of the two servers alternate. The texts of both servers must be equal. Three workloads copy from the prompt:
 edit a text, extract from a text, edit code. The others are ordinary chat, JSON by schema, and random text. Random text
-is measured at several batch sizes.
+is measured with 1 to 64 sequences. A line has the median of each figure, and its least and largest value in brackets.
 
     python performance/bench_speculation.py
     python performance/bench_speculation.py --rounds 3 --workloads copy chat --json FILE
@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from performance.bench.completion import REQUEST_TIMEOUT_S
 from performance.load.endpoint import Endpoint
 from performance.load.server_process import configured_server
 from performance.program import exits_with_errors, write_json
@@ -113,7 +114,7 @@ def workloads() -> list[Workload]:
         Workload("json", 1, chat, orders),
     ]
     rng = random.Random(5)
-    for clients in (1, 4, 16):
+    for clients in (1, 4, 16, 64):
         bodies = [
             {"prompt": [rng.randrange(1000, 40000) for _ in range(60)], "max_tokens": 64, "temperature": 1.0,
              "ignore_eos": True}
@@ -162,21 +163,22 @@ def compare(workload: Workload, plain: Endpoint, speculating: Endpoint, rounds: 
     """Runs alternating rounds of one workload on both servers, and prints and returns the figures."""
     same = run_round(plain, workload)[1] == run_round(speculating, workload)[1]
     before = counters(speculating)
-    ratios, rates = [], []
+    ratios, plain_rates, rates = [], [], []
     for _ in range(rounds):
         plain_rate, plain_texts = run_round(plain, workload)
         rate, texts = run_round(speculating, workload)
         same = same and plain_texts == texts
         ratios.append(rate / plain_rate)
-        rates.append((plain_rate, rate))
+        plain_rates.append(plain_rate)
+        rates.append(rate)
     after = counters(speculating)
     used = {name: after[name] - before[name] for name in before}
     figures = {
         "ratio": statistics.median(ratios),
         "ratio_low": min(ratios),
         "ratio_high": max(ratios),
-        "plain_tokens_s": statistics.median(rate for rate, _ in rates),
-        "speculating_tokens_s": statistics.median(rate for _, rate in rates),
+        "plain_tokens_s": statistics.median(plain_rates),
+        "speculating_tokens_s": statistics.median(rates),
         "draft_tokens": used["draft_tokens"],
         "accepted_draft_tokens": used["accepted_draft_tokens"],
         "decode_steps": used["decode_steps"],
@@ -185,8 +187,7 @@ def compare(workload: Workload, plain: Endpoint, speculating: Endpoint, rounds: 
         "texts_equal": same,
     }
     print(
-        f"{workload.name}: {figures['ratio']:.3f} times ({figures['ratio_low']:.3f} to {figures['ratio_high']:.3f}), "
-        f"{figures['plain_tokens_s']:.1f} -> {figures['speculating_tokens_s']:.1f} tokens/s, "
+        f"{workload.name}: {_spread(ratios, 3)} times, {_spread(plain_rates, 1)} -> {_spread(rates, 1)} tokens/s, "
         f"{used['draft_tokens']:.0f} drafts, {used['accepted_draft_tokens']:.0f} right, "
         f"{figures['tokens_per_decode_step']:.2f} tokens per decode step and sequence, "
         f"{used['draft_model_seconds']:.1f} s of the draft model, texts {'equal' if same else 'DIFFER'}",
@@ -195,15 +196,21 @@ def compare(workload: Workload, plain: Endpoint, speculating: Endpoint, rounds: 
     return figures
 
 
+def _spread(values: Sequence[float], digits: int) -> str:
+    """Returns the median of ``values``, with the least and the largest value in brackets."""
+    median, least, largest = (f"{of(values):.{digits}f}" for of in (statistics.median, min, max))
+    return f"{median} ({least} to {largest})"
+
+
 def run_round(endpoint: Endpoint, workload: Workload) -> tuple[float, list[str]]:
-    """Sends all requests of a workload. Returns the output tokens per second and the responses' texts."""
+    """Sends all requests of a workload. Returns the output tokens per second and the responses' texts.
+
+    Raises LoadTestError with the server's message if a request fails.
+    """
 
     def one(number: int) -> tuple[int, str]:
-        connection = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=600)
-        content = json.dumps(workload.bodies[number] | {"seed": number})
-        connection.request("POST", workload.path, content, {"Content-Type": "application/json"})
-        answer = json.loads(connection.getresponse().read())
-        connection.close()
+        body = workload.bodies[number] | {"seed": number}
+        answer = json.loads(endpoint.post(workload.path, body, REQUEST_TIMEOUT_S))
         choice = answer["choices"][0]
         return int(answer["usage"]["completion_tokens"]), choice.get("text") or choice["message"]["content"]
 
