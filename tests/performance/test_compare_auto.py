@@ -11,13 +11,14 @@ import pytest
 
 from performance.peers.auto import environments, main, model_files
 from performance.peers.auto.picture import draw, read_comparisons, write_picture
-from performance.peers.auto.programs import PROGRAMS, Program, chosen_programs
+from performance.peers.auto.programs import FLOATS, PROGRAMS, Program, chosen_programs
 from performance.peers.auto.results import Comparison, Span, comparisons, ratios_to_fastest, table
 from performance.program import DisturbedError, LoadTestError
 
 OURS = Program("ours int8", "int8", "ours")
 SLOW, FAST = Program("slow", "int8", "llama_cpp"), Program("fast", "int8", "vllm", model="models/w8a8")
 OTHER = Program("other", "bfloat16", "vllm")
+REPOSITORY = Path(__file__).resolve().parents[2]
 ROUNDS = [
     {
         "ours int8": {"batch 1": 30.0, "prefill 8": 9.0},
@@ -32,7 +33,9 @@ ROUNDS = [
 def test_a_ratio_compares_runs_of_one_round_and_one_precision() -> None:
     assert ratios_to_fastest(ROUNDS, [OURS, SLOW, FAST, OTHER], OURS, "batch 1") == [1.5, 0.75]
     assert comparisons(ROUNDS, [OURS, SLOW, FAST, OTHER]) == {
-        "int8": Comparison({"1": Span(0.75, 1.5, 2, ("slow", "fast"))}, (), 3)
+        "int8": Comparison(
+            {"batch 1": Span(0.75, 1.5, 2, ("slow", "fast")), "prefill 8": Span(1.0, 1.0, 1, ("slow",))}, (), 3
+        )
     }
 
 
@@ -43,7 +46,7 @@ def test_a_round_without_the_fastest_peer_does_not_count() -> None:
     rounds = [{"ours int8": {"batch 1": 30.0}, "slow": {"batch 1": 10.0}, "fast": {"batch 1": 20.0}},
               {"ours int8": {"batch 1": 30.0}, "slow": {"batch 1": 10.0}}]  # fmt: skip
     assert ratios_to_fastest(rounds, [OURS, SLOW, FAST], OURS, "batch 1") == [1.5]
-    assert comparisons(rounds, [OURS, SLOW, FAST])["int8"].spans["1"] == Span(1.5, 1.5, 1, ("slow", "fast"))
+    assert comparisons(rounds, [OURS, SLOW, FAST])["int8"].spans["batch 1"] == Span(1.5, 1.5, 1, ("slow", "fast"))
 
 
 def test_the_picture_names_the_peers_that_are_missing() -> None:
@@ -72,13 +75,16 @@ def test_the_table_has_medians_and_ranges() -> None:
 
 def test_every_peer_is_compared_with_this_server_in_its_precision() -> None:
     assert [program.name for program in chosen_programs(("openvino",))] == ["ours int8", "OpenVINO int8"]
+    llama_cpp = ["ours int8", "llama.cpp Q8_0", "ours int4", "llama.cpp Q4_1 (the file)"]
+    assert [program.name for program in chosen_programs(("llama_cpp",))] == llama_cpp
     assert chosen_programs(("llama_cpp", "openvino", "vllm")) == list(PROGRAMS)
 
 
 def test_the_picture_has_its_numbers_beside_it(tmp_path: Path) -> None:
-    numbers = {"int8": Comparison({"1": Span(0.8, 3.25, 2, ("slow", "fast"))}, ("gone",), 3)}
+    numbers = {"int8": Comparison({"prefill 1024": Span(0.8, 3.25, 2, ("slow", "fast"))}, ("gone",), 3)}
     write_picture(tmp_path / "peers.svg", numbers)
     assert "0.8 to 3.25" in (tmp_path / "peers.svg").read_text()
+    assert ">prefill 1024<" in (tmp_path / "peers.svg").read_text()
     assert read_comparisons((tmp_path / "peers.json").read_text()) == numbers
     assert draw(numbers) == (tmp_path / "peers.svg").read_text()
 
@@ -116,17 +122,36 @@ def test_a_peer_that_fails_does_not_end_the_comparison(
     assert "no result, or not in all rounds: OpenVINO int8" in text.err
     assert "no result, or not in all rounds: vLLM W8A8" in text.err
     assert "ours int8 / llama.cpp Q8_0" in text.out
-    assert len(order) == 2 * 6
-    assert order[:6] != order[6:], "each round has another order"
+    assert len(order) == 2 * 7
+    assert order[:7] != order[7:], "each round has another order"
+    assert f"picture: {tmp_path / 'peers.svg'}\n" in text.out
     assert len(json.loads(kept.read_text())["rounds"]) == 2
 
 
 def test_the_numbers_of_the_picture_never_replace_the_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = ["--json", str(tmp_path / "peers.json"), "--svg", str(tmp_path / "peers.svg")]
-    assert main.main(["--auto", *files]) == 2
-    assert "choose another file for --json" in capsys.readouterr().err
+    for place in (["--svg", str(tmp_path / "peers.svg")], ["--folder", str(tmp_path)]):
+        assert main.main(["--auto", "--json", str(tmp_path / "peers.json"), *place]) == 2
+        assert "choose another file for --json" in capsys.readouterr().err
+
+
+def test_only_a_complete_run_replaces_the_picture_of_the_readme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``picture_paths`` returns the path without failures first, and the path with failures last."""
+    assert main.PICTURE == REPOSITORY / "docs" / "pictures" / "peers.svg"
+    of_folder = tmp_path / "peers.svg"
+
+    def paths(*options: str) -> tuple[Path, ...]:
+        return main.picture_paths(main.build_parser().parse_args(["--auto", "--folder", str(tmp_path), *options]))
+
+    assert paths("--json", "results.json", "--timeout", "900") == (main.PICTURE, of_folder)
+    for options in (("--peers", "vllm"), ("--batch", "1"), ("--rounds", "1"), ("--set", "model_config.seed=1")):
+        assert paths(*options) == (of_folder,), options
+    assert paths("--svg", "mine.svg") == (Path("mine.svg"),)
+    monkeypatch.setattr(main, "PICTURE", tmp_path / "no" / "checkout" / "peers.svg")
+    assert paths() == (of_folder,)
 
 
 def test_a_disturbed_run_is_measured_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,6 +171,43 @@ def test_a_disturbed_run_is_measured_once_more(tmp_path: Path, monkeypatch: pyte
     options = ["--auto", "--config", "llama_tiny_cpu.yaml", "--folder", str(tmp_path), "--rounds", "1"]
     assert main.main([*options, "--peers", "openvino"]) == 0
     assert runs == ["OpenVINO int8", "OpenVINO int8"]
+    assert (tmp_path / "peers.svg").exists()
+
+
+def test_this_server_reads_the_model_of_its_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = {}
+
+    def ours(settings, parsed):
+        found = dict(each.split("=", 1) for each in settings)
+        models[found["model_config.weight_format"]] = Path(found["model_config.model_path"]).name
+        return {"batch 1": 20.0}
+
+    monkeypatch.setattr(main, "find_gguf", lambda path: tmp_path / "model.gguf")
+    monkeypatch.setattr(main, "environment_python", lambda folder, kind: folder / kind)
+    monkeypatch.setattr(main, "model_path", lambda folder, name, file, python_of: folder / name if name else file)
+    monkeypatch.setattr(main, "measure_theirs", lambda peer, parsed: {"batch 1": 10.0})
+    monkeypatch.setattr(main, "measure_ours", ours)
+    options = ["--auto", "--config", "llama_tiny_cpu.yaml", "--folder", str(tmp_path), "--rounds", "1"]
+    assert main.main([*options, "--peers", "llama_cpp"]) == 0
+    assert models == {"int8": "model.gguf", "int4": "floats.gguf"}
+
+
+def test_an_interrupted_copy_of_the_model_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def copy(file: Path, out: Path, *, num_layers: int | None, floats: bool) -> None:
+        assert (num_layers, floats) == (None, True)
+        out.write_bytes(file.read_bytes())
+        if len(tries) == 1:
+            raise KeyboardInterrupt
+
+    file, tries = tmp_path / "model.gguf", []
+    file.write_bytes(b"weights")
+    monkeypatch.setattr(model_files, "copy_model", lambda *args, **options: tries.append(1) or copy(*args, **options))
+    with pytest.raises(KeyboardInterrupt):
+        model_files.model_path(tmp_path, FLOATS, file, lambda kind: tmp_path / kind)
+    for _ in range(2):
+        made = model_files.model_path(tmp_path, FLOATS, file, lambda kind: tmp_path / kind)
+        assert made.read_bytes() == b"weights"
+    assert len(tries) == 2
 
 
 def test_a_model_of_the_file_itself_needs_no_conversion(tmp_path: Path) -> None:

@@ -14,6 +14,13 @@ from performance.program import LoadTestError
 from support.gguf_models import WIDE_FAMILIES, write_gguf_model
 from support.small_configs import TINY_LLAMA
 
+SMALL = [
+    "model_config.max_generate_length=64",
+    "model_config.seq_length=[64]",
+    "pa_config.num_blocks=64",
+    "pa_config.decode_seq_length=64",
+    f"tokenizer.vocab_file={TINY_LLAMA / 'tokenizer.json'}",
+]
 ROUND = {"llama.cpp": {"batch 1": 10.0, "batch 8": 40.0}, "ours": {"batch 1": 20.0, "batch 8": 100.0}}
 
 
@@ -55,15 +62,34 @@ def test_a_rate_that_noise_made_negative_is_refused() -> None:
         same_file._rates("llama.cpp", rows)
 
 
+def test_only_a_copy_with_floats_is_served_as_int4(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = {}
+    monkeypatch.setattr(same_file, "measure_theirs", lambda peer, _: measured.update(theirs=peer.model) or {"a": 1.0})
+    monkeypatch.setattr(same_file, "measure_ours", lambda settings, _: measured.update(ours=settings) or {"a": 1.0})
+    write_model(WIDE_FAMILIES["llama"], tmp_path / "folder")
+    files = {kind: tmp_path / f"{kind}.gguf" for kind in ("Q4_1", "F32")}
+    for kind, file in files.items():
+        write_gguf_model(tmp_path / "folder", file, kind)
+    options = ["--config", "llama_tiny_cpu.yaml", "--python", "/none", "--rounds", "1", "--file", str(files["Q4_1"])]
+    for setting in (*SMALL, "model_config.weight_format=int4"):
+        options += ["--set", setting]
+    assert same_file.main(options) == 2
+    assert "the model folder holds int8 weights" in capsys.readouterr().err
+    assert same_file.main([*options, "--own-file", str(files["F32"])]) == 0
+    assert measured["theirs"] == str(files["Q4_1"])
+    assert f"model_config.model_path={files['F32']}" in measured["ours"]
+    assert "llama.cpp: Q4_1.gguf, ours: F32.gguf" in capsys.readouterr().out
+
+
 @pytest.mark.usefixtures("forked_engine_agents")
 def test_our_rates_come_from_the_engine_on_the_same_file(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     write_model(WIDE_FAMILIES["llama"], tmp_path / "folder")
     write_gguf_model(tmp_path / "folder", file, "Q8_0")
-    settings = ["model_config.max_generate_length=64", "model_config.seq_length=[64]", "pa_config.num_blocks=64"]
-    settings += ["pa_config.decode_seq_length=64", f"tokenizer.vocab_file={TINY_LLAMA / 'tokenizer.json'}"]
     parsed = argparse.Namespace(
-        config="llama_tiny_cpu.yaml", settings=settings, threads=1, batch=(1, 2), prompt=8, new=5, prefill=(16,)
+        config="llama_tiny_cpu.yaml", settings=SMALL, threads=1, batch=(1, 2), prompt=8, new=5, prefill=(16,)
     )
     rates = same_file._ours(file, parsed)
     assert list(rates) == ["batch 1", "batch 2", "prefill 16"]

@@ -5,6 +5,9 @@ The model is SmolLM2-135M-Instruct, from the GGUF file in the Python package of 
 converts (about 5 GB). A round runs each program once, and each round has another order. The speed of a machine changes
 over minutes, so a ratio compares runs of the same round.
 
+A run with the default options in a source tree, in which no program failed, replaces the README's picture. Any other
+run writes its picture into the folder. The program prints the path.
+
 examples:
   compare_peers.py --auto
   compare_peers.py --auto --peers llama_cpp --batch 1,8 --rounds 5 --json results.json
@@ -42,14 +45,19 @@ from performance.program import (
 )
 
 ROOT = Path(__file__).resolve().parents[3]
+PICTURE = ROOT / "docs" / "pictures" / "peers.svg"
+"""The picture of the README."""
+PICTURED = ("config", "settings", "peers", "batch", "prompt", "new", "prefill", "rounds", "threads")
+"""Options that must have their default values for a run that replaces ``PICTURE``."""
 
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the comparison. Returns 0, or 1 if a peer failed; the other programs are measured nevertheless."""
     parsed = build_parser().parse_args(arguments)
-    if parsed.svg is not None and parsed.json is not None and numbers_path(parsed.svg) == parsed.json:
-        raise UsageError(f"--svg {parsed.svg} writes its numbers to {parsed.json}; choose another file for --json")
+    for picture in picture_paths(parsed):
+        if parsed.json is not None and numbers_path(picture).resolve() == parsed.json.resolve():
+            raise UsageError(f"the picture's numbers are in {parsed.json}; choose another file for --json")
     config = load_config(parsed.config, parsed.settings)
     path = config.model_config.model_path
     file = None if path is None else find_gguf(Path(path))
@@ -60,14 +68,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     programs, failures = _prepared(chosen, file, parsed.folder)
     rounds: list[dict[str, Rates]] = []
     for number in range(parsed.rounds):
-        measured, failed = _round(number, programs, file, parsed)
+        measured, failed = _round(number, programs, parsed)
         rounds.append(measured)
         failures |= failed
         write_json(parsed.json, {"file": file.name, "threads": parsed.threads, "rounds": rounds})
     print(table(rounds, list(programs)))
-    if parsed.svg is not None:
-        precisions = {program.precision for program in chosen}
-        write_picture(parsed.svg, comparisons(rounds, [each for each in PROGRAMS if each.precision in precisions]))
+    precisions = {program.precision for program in chosen}
+    compared = comparisons(rounds, [each for each in PROGRAMS if each.precision in precisions])
+    picture = picture_paths(parsed)[-1 if failures else 0]
+    write_picture(picture, compared)
+    print(f"\npicture: {picture}\nits numbers: {numbers_path(picture)}")
     for name in sorted(failures):
         print(f"no result, or not in all rounds: {name}", file=sys.stderr)
     return EXIT_FAILURES if failures else 0
@@ -78,15 +88,26 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--auto", action="store_true", help="selects this program")
     parser.add_argument("--peers", type=parse_kinds, default=KINDS, help=f"default {','.join(KINDS)}")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "peers", help="default build/peers")
-    parser.add_argument("--batch", type=parse_counts, default=(1, 8, 32), help="default 1,8,32")
+    parser.add_argument("--batch", type=parse_counts, default=(1, 8, 32, 64), help="default 1,8,32,64")
     parser.add_argument("--prompt", type=parse_count, default=64, help="default %(default)s")
     parser.add_argument("--new", type=parse_count, default=64, help="default %(default)s")
     parser.add_argument("--prefill", type=parse_counts, default=(1024,), help="default 1024")
     parser.add_argument("--rounds", type=parse_count, default=3, help="runs of each program (default %(default)s)")
     parser.add_argument("--threads", type=parse_count, default=2, help="of each program (default %(default)s)")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds of a peer in a round (%(default)s)")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write the picture, and its numbers as FILE.json")
+    picture = "the picture; its numbers are beside it as .json (default: see above)"
+    parser.add_argument("--svg", type=Path, metavar="FILE", help=picture)
     return parser
+
+
+def picture_paths(parsed: argparse.Namespace) -> tuple[Path, ...]:
+    """Returns the path of the picture for a run without failures, and then that for a run with failures."""
+    if parsed.svg is not None:
+        return (parsed.svg,)
+    defaults = build_parser().parse_args([])
+    is_complete = all(getattr(parsed, name) == getattr(defaults, name) for name in PICTURED)
+    of_folder = parsed.folder / PICTURE.name
+    return (PICTURE, of_folder) if is_complete and PICTURE.parent.is_dir() else (of_folder,)
 
 
 def parse_kinds(text: str) -> tuple[str, ...]:
@@ -97,10 +118,10 @@ def parse_kinds(text: str) -> tuple[str, ...]:
     return kinds
 
 
-def _prepared(programs: Sequence[Program], file: Path, folder: Path) -> tuple[dict[Program, Peer | None], set[str]]:
+def _prepared(programs: Sequence[Program], file: Path, folder: Path) -> tuple[dict[Program, Peer], set[str]]:
     """Creates the environments and models of the programs.
 
-    Returns the peer of each program (None for this server), and the names of programs whose preparation failed.
+    Returns the Python and the model of each program, and the names of programs whose preparation failed.
     """
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,21 +130,22 @@ def _prepared(programs: Sequence[Program], file: Path, folder: Path) -> tuple[di
     def python_of(kind: str) -> Path:
         return environment_python(folder, kind)
 
-    ready: dict[Program, Peer | None] = {}
+    ready: dict[Program, Peer] = {}
     failures: set[str] = set()
     for program in programs:
         with _reported(program.name, failures):
-            ready[program] = None if program.kind == "ours" else _peer(program, file, folder, python_of)
+            ready[program] = _peer(program, file, folder, python_of)
     return ready, failures
 
 
 def _peer(program: Program, file: Path, folder: Path, python_of: Callable[[str], Path]) -> Peer:
     model = model_path(folder, program.model, file, python_of)
-    return Peer(program.name, program.kind, str(python_of(program.kind)), str(model))
+    python = sys.executable if program.kind == "ours" else python_of(program.kind)
+    return Peer(program.name, program.kind, str(python), str(model))
 
 
 def _round(
-    number: int, programs: dict[Program, Peer | None], file: Path, parsed: argparse.Namespace
+    number: int, programs: dict[Program, Peer], parsed: argparse.Namespace
 ) -> tuple[dict[str, Rates], set[str]]:
     """Measures each program once. Returns the rates by program, and the names of programs that failed."""
     order = list(programs)
@@ -133,14 +155,14 @@ def _round(
     for program in order if number % 2 == 0 else reversed(order):
         print(f"round {number + 1}/{parsed.rounds}: {program.name}", file=sys.stderr, flush=True)
         with _reported(program.name, failures):
-            rates[program.name] = _measured(program, programs[program], file, parsed)
+            rates[program.name] = _measured(program, programs[program], parsed)
     return rates, failures
 
 
-def _measured(program: Program, peer: Peer | None, file: Path, parsed: argparse.Namespace) -> Rates:
+def _measured(program: Program, peer: Peer, parsed: argparse.Namespace) -> Rates:
     """Measures a program. If other programs disturbed the run, measures it once more, so that the round is complete."""
-    if peer is None:
-        return measure_ours([f"model_config.model_path={file}", *program.settings, *parsed.settings], parsed)
+    if program.kind == "ours":
+        return measure_ours([f"model_config.model_path={peer.model}", *program.settings, *parsed.settings], parsed)
     try:
         return measure_theirs(peer, parsed)
     except DisturbedError as error:

@@ -1,4 +1,4 @@
-"""Converts the packaged model to the format of each peer."""
+"""Converts the packaged model to the format of each program."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from performance.models.gguf_copy import copy_model
+from performance.peers.auto.programs import FLOATS
 from performance.program import LoadTestError
 
 HERE = Path(__file__).resolve().parent
@@ -20,7 +22,7 @@ sys.exit(llama_cpp.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode
 
 
 def model_path(folder: Path, name: str, file: Path, python_of: Callable[[str], Path]) -> Path:
-    """Converts a model for a peer if necessary, and returns the path of the model. ``name`` is ``Program.model``.
+    """Converts a model for a program if necessary, and returns the path of the model. ``name`` is ``Program.model``.
 
     ``python_of`` returns the Python of a peer's environment. Raises LoadTestError if a conversion fails.
     """
@@ -30,6 +32,9 @@ def model_path(folder: Path, name: str, file: Path, python_of: Callable[[str], P
     if target.exists():
         return target
     models.mkdir(parents=True, exist_ok=True)
+    if name == FLOATS:
+        _write_floats(file, target)
+        return target
     if target.suffix == ".gguf":
         _run([str(python_of("llama_cpp")), "-c", QUANTISE, str(file), str(target)], target)
         return target
@@ -41,6 +46,14 @@ def model_path(folder: Path, name: str, file: Path, python_of: Callable[[str], P
         export = ["export", "openvino", "--model", source, "--task", "text-generation-with-past"]
         _run([str(openvino.with_name("optimum-cli")), *export, "--weight-format", "int8", str(target)], target)
     return target
+
+
+def _write_floats(file: Path, target: Path) -> None:
+    """Writes a copy of a GGUF file with float32 weights. An interrupted copy does not have the name ``target``."""
+    print(f"writing {target}", file=sys.stderr, flush=True)
+    unfinished = target.with_suffix(".part")
+    copy_model(file, unfinished, num_layers=None, floats=True)
+    unfinished.rename(target)
 
 
 def _run(command: Sequence[str], target: Path) -> None:

@@ -39,7 +39,7 @@ def read_comparisons(text: str) -> dict[str, Comparison]:
     """Returns the comparisons of a JSON file that ``write_picture`` wrote, by precision."""
 
     def comparison(fields: dict[str, Any]) -> Comparison:
-        spans = {batch: Span(**{**each, "peers": tuple(each["peers"])}) for batch, each in fields["spans"].items()}
+        spans = {row: Span(**{**each, "peers": tuple(each["peers"])}) for row, each in fields["spans"].items()}
         return Comparison(spans, tuple(fields["missing"]), fields["rounds"])
 
     return {precision: comparison(fields) for precision, fields in json.loads(text).items()}
@@ -52,7 +52,7 @@ def draw(comparisons: Mapping[str, Comparison]) -> str:
     most = max([MIN_SCALE, *(span.largest for each in comparisons.values() for span in each.spans.values())])
     width = _LEFT + max([int((most + 0.55) * _UNIT), *map(_width, comparisons.values())])
     height = _TOP + sum(_height(each) for each in comparisons.values())
-    title = "decode rate / rate of the fastest peer that was measured; bars span all rounds"
+    title = "tokens per second / those of the fastest peer that was measured; bars span all rounds"
     parts = [svg_text(_LEFT, 22, title, "start", 13)]
     for tick in (0.5 * number for number in range(1, int(2 * most) + 1)):
         x = _LEFT + int(tick * _UNIT)
@@ -63,7 +63,7 @@ def draw(comparisons: Mapping[str, Comparison]) -> str:
     for colour, (precision, each) in zip(COLOURS, comparisons.items(), strict=False):
         parts += _section(y, colour, precision, each)
         y += _height(each)
-    return svg_document(width, height, "Decode rate relative to the fastest peer", parts)
+    return svg_document(width, height, "Speed relative to the fastest peer", parts)
 
 
 def _height(comparison: Comparison) -> int:
@@ -76,7 +76,7 @@ def _peers(comparison: Comparison) -> tuple[str, ...]:
 
 
 def _width(comparison: Comparison) -> int:
-    """Returns an upper limit of a section's width in pixels, without the column of batch names on the left."""
+    """Returns an upper limit of a section's width in pixels, without the column of row names on the left."""
     ends = [
         int(span.largest * _UNIT) + _GAP + _CHARACTER * len(_label(span, _peers(comparison), comparison.rounds))
         for span in comparison.spans.values()
@@ -86,7 +86,7 @@ def _width(comparison: Comparison) -> int:
 
 
 def _section(y: int, colour: str, precision: str, comparison: Comparison) -> Iterable[str]:
-    """Yields the SVG elements of one precision: its name, its peers, and a bar for each batch size."""
+    """Yields the SVG elements of one precision: its name, its peers, and a bar for each row of results."""
     peers = _peers(comparison)
     yield svg_text(16, y + 12, precision, "start", 13, bold=True)
     yield svg_text(_LEFT, y + 12, f"peers: {', '.join(peers) or 'none was measured'}", "start", 11)
@@ -94,9 +94,9 @@ def _section(y: int, colour: str, precision: str, comparison: Comparison) -> Ite
     if comparison.missing:
         yield svg_text(_LEFT, y + 12, f"not measured: {', '.join(comparison.missing)}", "start", 11, colour=WARNING)
         y += _LINE
-    for batch, span in comparison.spans.items():
+    for row, span in comparison.spans.items():
         x, length = _LEFT + int(span.least * _UNIT), int((span.largest - span.least) * _UNIT)
-        yield svg_text(_LEFT - 10, y + 12, f"batch {batch}", "end", 12)
+        yield svg_text(_LEFT - 10, y + 12, row, "end", 12)
         yield f'<rect x="{x}" y="{y}" width="{length}" height="{_BAR}" rx="3" fill="{colour}"/>'
         yield svg_text(x + length + _GAP, y + 12, _label(span, peers, comparison.rounds), "start", 11)
         y += _ROW

@@ -28,9 +28,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The comparison of one precision: ranges of the ratio by batch size, and peers that have no rate in any round."""
+    """The comparison of one precision: ranges of the ratio by row, and peers that have no rate in any round."""
 
     spans: dict[str, Span]
+    """The range of each row, such as ``batch 8`` or ``prefill 1024``."""
     missing: tuple[str, ...]
     rounds: int
     """Number of rounds that were run."""
@@ -90,7 +91,7 @@ def table(rounds: Sequence[Round], programs: Sequence[Program]) -> str:
 
 
 def comparisons(rounds: Sequence[Round], programs: Sequence[Program]) -> dict[str, Comparison]:
-    """Returns the comparison with the fastest peer in decode, by precision.
+    """Returns the comparison with the fastest peer in all rows, by precision.
 
     ``programs`` has all programs that the run should compare, including those whose set-up failed.
     """
@@ -100,9 +101,9 @@ def comparisons(rounds: Sequence[Round], programs: Sequence[Program]) -> dict[st
         for row in dict.fromkeys(row for each in rounds for row in each.get(ours.name, {})):
             peers = peers_of(rounds, programs, ours, row)
             values = ratios_to_fastest(rounds, programs, ours, row)
-            if row.startswith("batch ") and values:
+            if values:
                 measured |= set(peers)
-                spans[row.removeprefix("batch ")] = Span(min(values), max(values), len(values), peers)
+                spans[row] = Span(min(values), max(values), len(values), peers)
         missing = tuple(
             program.name
             for program in programs
