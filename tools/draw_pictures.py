@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draws docs/pictures/peers.svg and docs/pictures/batching_modes.svg; with --check, exits with 1 if one is out of date.
 
-The bars of peers.svg come from peers.json. docs/performance.md states the runs of these ratios. A complete run of
+The bars of peers.svg come from peers.json. The README states the runs of these ratios. A complete run of
 ``performance/compare_peers.py --auto`` replaces both files. The other pictures of that folder are written by hand.
 """
 
