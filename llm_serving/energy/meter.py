@@ -22,7 +22,7 @@ class Reading:
     tokens: float
     """Output tokens of requests that have ended."""
     cpu_seconds: float
-    """Processor time of the server and its agents."""
+    """Processor time of the server and of its agents on the same machine."""
     joules: float | None
     """Energy of all processors and the memory of the machine. None if the machine has no readable counter."""
 
@@ -98,7 +98,9 @@ class EnergyMeter(Collector):
     def collect(self) -> Iterable[Metric]:
         now = self.read()
         yield CounterMetricFamily(
-            "llm_serving_cpu_seconds", "Processor time of the server and its agents.", value=now.cpu_seconds
+            "llm_serving_cpu_seconds",
+            "Processor time of the server and of its agents on the same machine. Agents on other nodes do not count.",
+            value=now.cpu_seconds,
         )
         if now.joules is not None:
             yield CounterMetricFamily(

@@ -1,4 +1,4 @@
-"""Adds up the processor time of this process and of its child processes, which are the agents."""
+"""Adds up the processor time of this process and of its child processes, which are the agents on this machine."""
 
 from __future__ import annotations
 

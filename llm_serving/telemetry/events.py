@@ -114,7 +114,7 @@ EVENTS: Mapping[str, LogEvent] = {
         "Energy and processor time since the last event. Only if requests with output have ended.",
         {
             "output_tokens": "generated tokens of the requests that ended",
-            "cpu_s": "processor seconds of the server and its agents",
+            "cpu_s": "processor seconds of the server and of its agents on the same machine",
             "cpu_s_per_1000_tokens": "processor seconds for 1000 output tokens",
             "joules": "energy of the machine's processors and memory; null if it cannot be read",
             "joules_per_1000_tokens": "energy for 1000 output tokens; null if it cannot be read",

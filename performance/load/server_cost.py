@@ -14,7 +14,8 @@ class ServerCost:
     """The cost of a load: how much the server's counters increased during the load."""
 
     cpu_s: float | None = None
-    """Processor seconds of the server and its agents. None if the server does not measure them."""
+    """Processor seconds of the server and of its agents on the same machine. None if the server does not measure them.
+    """
     joules: float | None = None
     """Energy of the server's machine. None if the server does not measure it."""
 
