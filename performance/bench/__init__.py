@@ -12,6 +12,7 @@ kernel_main       the program bench_kernels.py
 step_kernels      measures the kernels of a step, called one by one
 cpu_share         measures the processor time of server, agents and client
 serving_main      the program bench_serving.py
+quiet_main        the program bench_quiet.py
 op_tables_main    the program compare_op_tables.py
 parallel_main     the program bench_parallel.py
 collectives_main  the program bench_collectives.py

@@ -81,6 +81,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
         "performance/bench_remote_agent.py",
         "performance/bench_recorder.py",
         "performance/bench_reliability_cost.py",
+        "performance/bench_quiet.py",
     ),
     "Simulator": ("performance/simulate.py", "performance/validate_simulator.py"),
     "Development": (
