@@ -9,8 +9,8 @@ program prints medians with the least and the largest value:
 - the processor seconds and, if RAPL can be read, the joules of the machine, for 1000 output tokens of the light load
 - the latencies of the light load
 
-A ratio compares the two servers of a round. The exit code is 1 if the quiet server without requests needs more than
-0.1 % of a core (median of the rounds), and 2 if a server did not start or a request failed.
+A ratio compares the two servers of a round. The exit code is 1 if the quiet server needs more than 0.1 % of a core
+without requests (median of the rounds). It is 2 if a server did not start or a request failed.
 
 example:
   bench_quiet.py --rounds 3 --idle-seconds 60 -X 1 -T 60
