@@ -182,6 +182,7 @@ async def _judged(
     ``names`` are the request's fields of ``first`` and ``second``, for errors.
     """
     _check_texts(first, second, names)
+    _check_copies(generation.state.settings.max_body_bytes, body.instruction or "", first, second, names)
     instruction = INSTRUCTION if body.instruction is None else body.instruction
     texts: list[str | list[int]] = [
         f"{_BEFORE}<Instruct>: {instruction}\n<Query>: {one}\n<Document>: {other}{_AFTER}"
@@ -230,6 +231,30 @@ def _check_texts(first: Sequence[str], second: Sequence[str], names: tuple[str, 
         if empty is not None:
             place = name if len(texts) == 1 else f"{name}[{empty}]"
             raise RequestError(f"'{place}' is empty; give a text.", param=place, code="invalid_value")
+
+
+def _check_copies(
+    limit: int, instruction: str, first: Sequence[str], second: Sequence[str], names: tuple[str, str]
+) -> None:
+    """Raises RequestError if the texts of all pairs together have more than ``limit`` characters.
+
+    Each pair has its own copy of the instruction, and of a text that is compared with all others. Without this check, a
+    small body could take much memory.
+    """
+    pairs, num_second = len(second), sum(map(len, second))
+    one, num_first = f"{pairs} x {len(first[0])}", pairs * len(first[0])
+    if len(first) > 1:
+        num_first = sum(map(len, first))
+        one = f"{num_first}"
+    total = pairs * len(instruction) + num_first + num_second
+    if total > limit:
+        raise RequestError(
+            f"The model would read {pairs} x {len(instruction)} (instruction) + {one} ({names[0]}) + {num_second} "
+            f"({names[1]}) = {total} characters; the maximum is {limit} (serving_config.max_body_bytes). Send fewer or "
+            "shorter texts.",
+            param=names[1],
+            code="request_too_large",
+        )
 
 
 def _pairs(first: Sequence[Any], second: Sequence[Any]) -> list[tuple[Any, Any]]:
