@@ -349,6 +349,15 @@ def test_connections_are_limited(tokenizer):
         assert "llm_serving_connections_refused_total" in server.http.get("/metrics").text
 
 
+@pytest.mark.parametrize("number", [1, 64])
+def test_many_tokens_of_repeated_prompts_are_decoded_in_another_thread(large_server, monkeypatch, number):
+    threads = []
+    watch(monkeypatch, threads, prompts.Prompt, "as_text")
+    body = {"prompt": [[300] * 64] * number, "max_tokens": 1, "echo": True}
+    assert large_server.post("/v1/completions", body).status_code == 200
+    assert [thread is large_server._thread for thread in threads] == [number == 1] * number
+
+
 class Transport:
     """A transport whose peer does not read."""
 

@@ -11,7 +11,7 @@ import random
 import pytest
 
 from llm_serving.server.http import json_structure
-from llm_serving.server.http.json_structure import count_keys, structure_of
+from llm_serving.server.http.json_structure import count_keys, count_values, structure_of
 
 TEXTS = ["", '"', "\\", '\\"', "a\\\\", "[{,:}]", "é😀", "a" * 9]
 
@@ -61,3 +61,21 @@ def test_a_repeated_key_counts_twice():
 @pytest.mark.parametrize("text", [b"", b'"', b"\\", b'{"a', b"]]][", b'"\\', b"[" * 99])
 def test_invalid_texts_are_left_to_the_parser(text):
     assert not structure_of(text).is_deeper_than(32)
+
+
+@pytest.mark.parametrize(
+    ("value", "count"), [(1, 0), ("text", 0), ([], 0), ([1, 2], 2), ([[1, 2], 3], 4), ({"a": [1], "b": {"c": 2}}, 4)]
+)
+def test_the_values_inside_a_value_are_counted(value, count):
+    assert count_values(value, 4) == count
+
+
+def test_counting_values_stops_above_the_limit():
+    class Unread(list):
+        """A list whose elements must not be read."""
+
+        def __iter__(self):
+            raise AssertionError("the list was read")
+
+    assert count_values([Unread([1] * 10)], 5) > 5
+    assert count_values([1, [2, Unread([1] * 10)]], 5) > 5

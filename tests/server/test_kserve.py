@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
-from support.fake_engine import MODEL_NAME, make_status
+from llm_serving.server.kserve import endpoints
+from llm_serving.server.limits import INLINE_ITEMS
+from support.fake_engine import MODEL_NAME, FakeEngine, make_status
+from support.http_server import running
 
 MODEL = f"/v2/models/{MODEL_NAME}"
 
@@ -107,6 +112,43 @@ def test_wrong_requests_have_the_protocols_form_of_errors(server, engine, path, 
     assert isinstance(error["error"], str)
     assert (error["param"], set(error)) == (param, {"error", "type", "param", "code"})
     assert engine.submitted == []
+
+
+def infer_body(count):
+    return {"inputs": [tensor("input_ids", [300] * count, "INT32", [-(-count // 64), 64]),
+                       tensor("max_tokens", [1], "INT32")]}  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [64, 64 * 64])
+@pytest.mark.parametrize("watched", ["completion_of_tensors", "_text"])
+def test_many_elements_are_converted_in_another_thread(tokenizer, monkeypatch, count, watched):
+    """The conversion checks each element, and the response repeats the text of each prompt."""
+    threads = []
+    original = getattr(endpoints, watched)
+
+    def watch(*args):
+        threads.append(threading.current_thread())
+        return original(*args)
+
+    monkeypatch.setattr(endpoints, watched, watch)
+    with running(FakeEngine(tokenizer)) as server:
+        assert server.post(f"{MODEL}/infer", infer_body(count)).status_code == 200
+        assert {thread is server._thread for thread in threads} == {count == 64}
+
+
+@pytest.mark.parametrize("count", [2, INLINE_ITEMS + 1])
+def test_many_parameters_are_converted_in_another_thread(server, monkeypatch, count):
+    threads = []
+    original = endpoints.completion_of
+
+    def watch(*args, **named):
+        threads.append(threading.current_thread())
+        return original(*args, **named)
+
+    monkeypatch.setattr(endpoints, "completion_of", watch)
+    for path in ("generate", "generate_stream"):
+        server.post(f"{MODEL}/{path}", {"text_input": "a", "parameters": {"stop_token_ids": [[1] * count]}})
+    assert [thread is server._thread for thread in threads] == [count == 2] * 2
 
 
 def test_other_models_and_paths_are_unknown(server):

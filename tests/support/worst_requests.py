@@ -166,6 +166,9 @@ def _texts() -> list[WorstRequest]:
         _request("detokenize at the inline limit", "/detokenize", {"tokens": [300] * INLINE_ITEMS}),
         _completion("prompts: as many tokens as possible", {"prompt": long, "max_tokens": 1}),
         _completion("prompts: as many as possible", {"prompt": ["a"] * MAX_SEQUENCES, "max_tokens": 1}),
+        _completion("prompts: repeated in the response", {"prompt": long, "max_tokens": 1, "echo": True}),
+        _tensors("prompts: tensors of token ids", [token for prompt in long for token in prompt], "INT32"),
+        _tensors("prompts: nested tensors of token ids", long, "INT64"),
         _request(
             "template: messages", "/tokenize", {"messages": [{**message, "content": ""}] * (MAX_MESSAGES * 3 // 4)}
         ),
@@ -197,6 +200,18 @@ def _outputs(max_tokens: int) -> list[WorstRequest]:
         _request("output: stream of details", "/generate_stream", {"inputs": "a", "parameters": details}),
         _completion("output: beams", {"prompt": "a", "max_tokens": 64, "use_beam_search": True, "n": 16}),
     ]
+
+
+def _tensors(name: str, ids: list[Any], datatype: str) -> WorstRequest:
+    """Returns a request of KServe's protocol with as many token ids as ``MAX_CHOICES`` - 1 long prompts have."""
+    prompts = {
+        "name": "input_ids",
+        "shape": [MAX_CHOICES - 1, CONTEXT - 2],
+        "datatype": datatype,
+        "data": ids,
+    }
+    limit = {"name": "max_tokens", "shape": [1], "datatype": "INT32", "data": [1]}
+    return _request(name, "/v2/models/llama_tiny/infer", {"inputs": [prompts, limit]})
 
 
 def _completion(

@@ -66,6 +66,11 @@ def count_items(answers: Sequence[Answer]) -> int:
     return tokens + sum(len(answer.logits) * (answer.choice.sampling.top_logits + 1) for answer in answers)
 
 
+def count_prompt_items(answers: Sequence[Answer]) -> int:
+    """Returns the number of prompt tokens of all answers, for a response that repeats the prompt with each answer."""
+    return sum(len(answer.choice.prompt.token_ids) for answer in answers)
+
+
 def _forkable(choice: Choice) -> ForkableConstraint | None:
     """Returns the constraint of a beam search, or None if any text is allowed."""
     constraint = None if choice.grammar is None else choice.grammar.start()

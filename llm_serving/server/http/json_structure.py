@@ -70,6 +70,21 @@ def count_keys(value: object) -> int:
     return keys
 
 
+def count_values(value: object, limit: int) -> int:
+    """Returns the number of values inside a parsed JSON value. If there are more than ``limit``, stops counting and
+    returns a number above ``limit``.
+    """
+    found = 0
+    values = [value]
+    while values and found <= limit:
+        one = values.pop()
+        children = one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+        found += len(children)
+        if found <= limit:
+            values += [each for each in children if isinstance(each, dict | list)]
+    return found
+
+
 def _slice_end(text: bytes, start: int) -> int:
     """Returns the end of the slice that begins at ``start``. A slice never ends inside an escape sequence."""
     end = min(start + SLICE_BYTES, len(text))

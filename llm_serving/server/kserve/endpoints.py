@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import orjson
@@ -13,8 +14,10 @@ from llm_serving.request import RequestOutput
 from llm_serving.server.error_replies import ErrorReply
 from llm_serving.server.generation.sampling import Choice
 from llm_serving.server.generation.scheduling import tenant_of
-from llm_serving.server.generation.sequences import Answer, Generation, count_items
+from llm_serving.server.generation.sequences import Answer, Generation, count_items, count_prompt_items
+from llm_serving.server.generation.work import off_loop
 from llm_serving.server.http.body import json_response, read_request, whole_response
+from llm_serving.server.http.json_structure import count_values
 from llm_serving.server.http.lifecycle import run_while_connected
 from llm_serving.server.http.sse import EventStream
 from llm_serving.server.kserve.fields import (
@@ -25,10 +28,11 @@ from llm_serving.server.kserve.fields import (
     GenerateExtensionRequest,
     InferRequest,
     completion_of,
+    completion_of_tensors,
     named_by_parameters,
-    read_tensors,
     wanted_outputs,
 )
+from llm_serving.server.limits import INLINE_ITEMS
 from llm_serving.server.models.lookup import present, served
 from llm_serving.server.openai.completions import CompletionRequest, start_completion
 from llm_serving.server.operations.admin import is_ready_for
@@ -92,9 +96,10 @@ async def _model(state: ServerState, request: Request) -> Response:
 async def _infer(state: ServerState, request: Request) -> AnyResponse:
     """Handles ``infer``: continues each prompt of the input tensors."""
     body = await _body(state, request, InferRequest)
-    prompts, parameters = read_tensors(body)
     wanted = wanted_outputs(body)
-    completion, excludes = completion_of(request.path_params["name"], prompts, parameters, stream=False)
+    num_values = count_values([body.parameters, *(tensor.data for tensor in body.inputs)], INLINE_ITEMS)
+    read = partial(completion_of_tensors, request.path_params["name"], body)
+    completion, excludes = await off_loop(num_values, read)
     generation, answers = await _answers(state, request, completion)
 
     def build() -> dict[str, Any]:
@@ -105,13 +110,14 @@ async def _infer(state: ServerState, request: Request) -> AnyResponse:
         outputs = [{"name": name, "datatype": "BYTES", "shape": [len(answers)], "data": data[name]} for name in wanted]
         return {**_head(request, body.id), "outputs": outputs}
 
-    return await whole_response(generation.request_id, count_items(answers), build)
+    num_items = count_items(answers) + (0 if excludes else count_prompt_items(answers))
+    return await whole_response(generation.request_id, num_items, build)
 
 
 async def _generate(state: ServerState, request: Request) -> AnyResponse:
     """Handles ``generate``: continues one prompt."""
     body = await _body(state, request, GenerateExtensionRequest)
-    completion, excludes = completion_of(request.path_params["name"], body.text_input, body.parameters, stream=False)
+    completion, excludes = await _completion(request, body, stream=False)
     generation, [answer] = await _answers(state, request, completion)
     text = _text(generation, answer, excludes)
     reply = {**_head(request, body.id), TEXT_OUTPUT: text, FINISH_REASON: answer.finish_reason}
@@ -121,7 +127,7 @@ async def _generate(state: ServerState, request: Request) -> AnyResponse:
 async def _generate_stream(state: ServerState, request: Request) -> AnyResponse:
     """Handles ``generate_stream``: continues one prompt, piece by piece."""
     body = await _body(state, request, GenerateExtensionRequest)
-    completion, _ = completion_of(request.path_params["name"], body.text_input, body.parameters, stream=True)
+    completion, _ = await _completion(request, body, stream=True)
     generation = await _started(state, request, completion)
     return EventStream(generation, GenerateExtensionEvents(generation, _head(request, body.id)))
 
@@ -130,6 +136,14 @@ async def _body(state: ServerState, request: Request, kind: type[Any]) -> Any:
     state.check_model(request.path_params["name"])
     state.check_queue(tenant_of(request))
     return await read_request(kind, request, state.settings.max_body_bytes)
+
+
+async def _completion(
+    request: Request, body: GenerateExtensionRequest, *, stream: bool
+) -> tuple[CompletionRequest, bool]:
+    """Returns what ``completion_of`` returns. If there are many parameters, another thread checks them."""
+    convert = partial(completion_of, request.path_params["name"], body.text_input, body.parameters, stream=stream)
+    return await off_loop(count_values(body.parameters, INLINE_ITEMS), convert)
 
 
 async def _started(state: ServerState, request: Request, completion: CompletionRequest) -> Generation:

@@ -103,6 +103,12 @@ def completion_of(
     return completion, exclude or stream
 
 
+def completion_of_tensors(model: str, body: InferRequest) -> tuple[CompletionRequest, bool]:
+    """Converts the tensors of a request to a request of ``/v1/completions``. Returns what ``completion_of`` returns."""
+    prompts, parameters = read_tensors(body)
+    return completion_of(model, prompts, parameters, stream=False)
+
+
 def named_by_parameters(error: RequestError) -> RequestError:
     """Returns the error with the field's name in the client's request: ``parameters.FIELD`` instead of ``FIELD``.
 

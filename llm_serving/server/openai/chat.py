@@ -113,7 +113,10 @@ async def _create_chat_completion(state: ServerState, request: Request) -> AnyRe
     num_choices = len(generation.choices)
     scoring = answers[num_choices:]
     choice, more = partial(_choice, generation, body, plan), partial(_prompt_members, generation, body, scoring)
-    return await response_of(generation, "chat.completion", answers[:num_choices], choice, scoring, more)
+    repeats = bool(body.return_token_ids)
+    return await response_of(
+        generation, "chat.completion", answers[:num_choices], choice, scoring, more, repeats_prompts=repeats
+    )
 
 
 async def start_chat(

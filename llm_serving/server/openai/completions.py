@@ -99,7 +99,10 @@ async def _create_completion(state: ServerState, request: Request) -> AnyRespons
     scoring = answers[num_choices:]
     scores = {answer.choice.request_id: answer.logits for answer in scoring}
     choice = partial(_choice, generation, body, scores)
-    return await response_of(generation, "text_completion", answers[:num_choices], choice, scoring)
+    repeats = bool(body.echo or body.return_token_ids)
+    return await response_of(
+        generation, "text_completion", answers[:num_choices], choice, scoring, repeats_prompts=repeats
+    )
 
 
 async def start_completion(

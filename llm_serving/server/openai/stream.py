@@ -13,7 +13,7 @@ from llm_serving.request import FinishReason, RequestOutput
 from llm_serving.server.error_replies import ErrorReply
 from llm_serving.server.fields.shared import SamplingFields
 from llm_serving.server.generation.sampling import Choice
-from llm_serving.server.generation.sequences import Answer, Generation, count_items
+from llm_serving.server.generation.sequences import Answer, Generation, count_items, count_prompt_items
 from llm_serving.server.http.body import whole_response
 from llm_serving.server.http.json_pieces import EncodedList
 from llm_serving.server.state import AnyResponse
@@ -31,13 +31,15 @@ async def response_of(
     choice: Callable[[Answer], dict[str, Any]],
     scoring: Sequence[Answer] = (),
     more: Callable[[], dict[str, object]] | None = None,
+    *,
+    repeats_prompts: bool,
 ) -> AnyResponse:
     """Returns a response that is not streamed.
 
     ``kind`` is the value of the member ``object``, OpenAI's name for the kind of a response. The function ``choice``
     converts an answer to an element of the list ``choices``. The function ``more`` returns further members of the
     response. If the response is long, another thread calls both functions. ``scoring`` are the outputs of the sequences
-    that score prompts.
+    that score prompts. ``repeats_prompts`` is True if each choice has the text or the token ids of its prompt.
     """
     num_output_tokens = sum(len(answer.token_ids) for answer in answers)
     head, tail = _head(generation, kind), {"usage": _usage(generation, num_output_tokens)}
@@ -49,6 +51,8 @@ async def response_of(
         return head | {"choices": [choice(answer) for answer in answers]} | tail | members
 
     num_items = count_items(answers) + sum(len(answer.logits) for answer in scoring)
+    if repeats_prompts:
+        num_items += count_prompt_items(answers)
     return await whole_response(generation.request_id, num_items, build)
 
 
