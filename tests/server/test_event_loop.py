@@ -12,6 +12,7 @@ import pytest
 from pydantic import ValidationError
 from uvicorn.protocols.http.flow_control import FlowControl
 
+from llm_serving.constraints import grammar
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.server.fields.shared import EarlierCall
 from llm_serving.server.generation import prompts
@@ -347,6 +348,25 @@ def test_connections_are_limited(tokenizer):
             assert refused == 1.0
         wait_until(lambda: server.http.get("/health/live").status_code == 200)
         assert "llm_serving_connections_refused_total" in server.http.get("/metrics").text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": {"choice": ["a" * 1000] * 100}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"json": {"enum": [1] * 50_000}}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": {"title": "a" * 100_000}}}, "structured_outputs.json"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"a" * 99_999: {}}}}},
+         "response_format.json_schema.schema"),
+    ],
+)  # fmt: skip
+def test_a_grammar_that_is_too_long_is_not_converted_to_text(large_server, monkeypatch, fields, param):
+    monkeypatch.setattr(grammar, "json", None)
+    monkeypatch.setattr(grammar, "re", None)
+    answer = large_server.post("/v1/completions", {"prompt": "a", **fields})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, param, "invalid_value")
+    assert f"the maximum is {grammar.MAX_GRAMMAR_BYTES}" in error["message"]
 
 
 @pytest.mark.parametrize("number", [1, 64])

@@ -13,6 +13,8 @@ from typing import Any
 
 from PIL import Image
 
+from llm_serving.constraints.grammar import MAX_CHOICES as MAX_GRAMMAR_CHOICES
+from llm_serving.constraints.grammar import MAX_GRAMMAR_BYTES
 from llm_serving.sampling_params import PARAMETERS
 from llm_serving.server.limits import (
     INLINE_BODY_BYTES,
@@ -82,7 +84,7 @@ def slow_model(folder: Path) -> Path:
 
 def worst_requests(max_tokens: int) -> list[WorstRequest]:
     """Returns the requests. The server must run with ``OVERRIDES``. ``max_tokens`` limits the length of outputs."""
-    return [*_bodies(), *_texts(), *_outputs(max_tokens)]
+    return [*_bodies(), *_texts(), *_grammars(), *_outputs(max_tokens)]
 
 
 def worst_image_requests() -> list[WorstRequest]:
@@ -178,6 +180,17 @@ def _texts() -> list[WorstRequest]:
                  {"max_output_tokens": 16, "input": [message, {"role": "assistant", "content": parts}, message]}),
         _request("template: inline limit", "/tokenize", {"messages": inline}),
     ]  # fmt: skip
+
+
+def _grammars() -> list[WorstRequest]:
+    """Returns requests whose grammars are nearly as long as possible. Quotes and separators of a grammar count, too."""
+    small = {"prompt": "a", "max_tokens": 1}
+    strings = [f"{i:040d}" for i in range(MAX_GRAMMAR_CHOICES)]
+    properties = {f"a{i}": {"type": "integer"} for i in range(MAX_GRAMMAR_BYTES // 40)}
+    return [
+        _completion("grammar: choices", small, structured_outputs={"choice": strings}),
+        _completion("grammar: schema", small, structured_outputs={"json": {"properties": properties}}),
+    ]
 
 
 def _outputs(max_tokens: int) -> list[WorstRequest]:

@@ -62,19 +62,22 @@ def _of_response_format(form: ResponseFormat) -> list[tuple[str, Grammar]]:
             param="response_format.json_schema.schema",
             code="missing_required_parameter",
         )
-    return [("response_format.json_schema.schema", schema_grammar(form.json_schema.json_schema))]
+    param = "response_format.json_schema.schema"
+    return [(param, schema_grammar(form.json_schema.json_schema, param))]
 
 
 def _of_structured_outputs(outputs: StructuredOutputs) -> list[tuple[str, Grammar]]:
     wanted: list[tuple[str, Grammar]] = []
     if outputs.json_schema is not None:
-        wanted.append(("structured_outputs.json", schema_grammar(outputs.json_schema)))
+        param = "structured_outputs.json"
+        wanted.append((param, schema_grammar(outputs.json_schema, param)))
     if outputs.json_object:
         wanted.append(("structured_outputs.json_object", ANY_JSON_OBJECT))
     if outputs.regex is not None:
         wanted.append(("structured_outputs.regex", Grammar(REGEX, outputs.regex)))
     if outputs.choice is not None:
-        wanted.append(("structured_outputs.choice", choice_grammar(outputs.choice)))
+        param = "structured_outputs.choice"
+        wanted.append((param, choice_grammar(outputs.choice, param)))
     if outputs.grammar is not None:
         wanted.append(("structured_outputs.grammar", Grammar(LARK, outputs.grammar)))
     if not wanted:
