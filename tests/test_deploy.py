@@ -58,6 +58,25 @@ def test_a_probe_waits_longer_than_the_server_waits_for_slow_agents():
     chart = (CHART / "templates" / "statefulset.yaml").read_text()
     [probe] = re.findall(r"readinessProbe:\n(?: {12}.*\n)*? {12}timeoutSeconds: (\d+)", chart)
     assert PROBE_TIMEOUT_S + SLOW_PROBE_S < check["READY_TIMEOUT_S"] < int(probe)
+    assert int(probe) == CONTAINER["readinessProbe"]["timeoutSeconds"]
+
+
+def test_the_readiness_probe_asks_whether_the_server_is_ready():
+    """Without a key, the health check asks only whether the server is live. So the command must name the key's file."""
+    command = CONTAINER["readinessProbe"]["exec"]["command"]
+    chart = (CHART / "templates" / "statefulset.yaml").read_text()
+    [lines] = re.findall(r"readinessProbe:\n +exec:\n +command:\n((?: +- .*\n)+)", chart)
+    assert command == [line.strip().removeprefix("- ") for line in lines.splitlines()]
+    assert command[-2:] == ["/run/llm-serving/server.sock", "/secrets/probe.key"]
+
+
+def test_systemd_never_stops_restarting_the_server():
+    section = UNIT.partition("[Unit]")[2].partition("[Service]")[0]
+    assert "StartLimitIntervalSec=0" in section.splitlines()
+    service = dict(re.findall(r"^(Restart\w*)=(.+)$", UNIT, re.MULTILINE))
+    assert service["Restart"] == "on-failure"
+    assert int(service["RestartSteps"]) > 0
+    assert (service["RestartSec"], service["RestartMaxDelaySec"]) == ("1", "60")
 
 
 def test_the_chart_has_the_version_and_a_configuration_of_the_server():
@@ -132,7 +151,10 @@ def test_systemd_accepts_the_unit_and_rates_its_rights_as_few(tmp_path):
     unit = tmp_path / "llm-serving.service"
     unit.write_text(UNIT.replace("/opt/llm-serving/.venv/bin/python", "/bin/true"))
     verified = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True)
-    assert "llm-serving" not in verified.stderr
+    # Versions before 254 do not know the keys of the growing pause. They ignore them and print a line for each.
+    ignored = re.compile(r"Unknown key (name )?'(RestartSteps|RestartMaxDelaySec)'")
+    lines = [line for line in verified.stderr.splitlines() if "llm-serving" in line]
+    assert [line for line in lines if not ignored.search(line)] == []
     rated = subprocess.run(
         ["systemd-analyze", "security", "--offline=yes", "--threshold=20", unit], capture_output=True, text=True
     )
