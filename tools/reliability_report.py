@@ -3,9 +3,10 @@
 
     python tools/reliability_report.py [--only A1,C5] [--quick] [--page docs/reliability.md]
 
-A line is {id, pass, figure, unit, limit}, and a reason if the check did not pass. ``--quick`` leaves out the checks
-that run a program for minutes. ``--page`` writes the results into the table of that page. Exits with 1 unless every
-check passed.
+A line is {id, pass, figure, unit, limit, comparison}, and a reason if the check did not pass. ``limit`` is a number.
+``comparison`` is ``<=`` if the figure must be at most the limit, and ``>=`` if it must be at least the limit.
+``--quick`` leaves out the checks that run a program for minutes. ``--page`` writes the results into the table of that
+page. Exits with 1 unless every check passed.
 """
 
 from __future__ import annotations

@@ -111,6 +111,44 @@ def test_a_program_with_a_file_passes_by_the_minimum_of_its_figure(tmp_path):
         assert (outcome.passed, outcome.figure) == (passed, 7)
 
 
+def test_the_limit_of_a_line_is_a_number_with_its_comparison():
+    lines = {check.id: check.line(Outcome(True, 1.0)) for check in CHECKS}
+    limits = {name: (lines[name]["comparison"], lines[name]["limit"]) for name in ("A1", "C1", "F1", "F4")}
+    assert limits == {"A1": ("<=", 0.0), "C1": ("<=", 2.5), "F1": (">=", 0.95), "F4": ("<=", 1.5)}
+    assert all(isinstance(line["limit"], float) for line in lines.values())
+
+
+def test_two_checks_use_the_figures_of_one_run(tmp_path):
+    """F1 and F4 use one benchmark, which exits with 1 if one of its goals is missed. The other check may still pass."""
+    program, started = tmp_path / "program.py", tmp_path / "started"
+    program.write_text(f"""
+import sys
+with open({str(started)!r}, "a") as file:
+    file.write("x")
+open(sys.argv[2], "w").write('{{"share": 0.96, "ratio": 2.5, "missing": null}}')
+sys.exit(1)
+""")
+
+    def check(figure, limit, *, is_minimum=False, has_other_goals=True):
+        how = Program((str(program),), figure, limit, 60.0, "--json", is_minimum, has_other_goals)
+        return Check("F1", "", how)
+
+    checks = [check("share", 0.95, is_minimum=True), check("ratio", 1.5), check("missing", 1.0)]
+    checks.append(check("share", 0.95, is_minimum=True, has_other_goals=False))
+    outcomes = [outcome for _, outcome in registry.run_checks(checks)]
+    figures = [(True, 0.96), (False, 2.5), (False, None), (False, 0.96)]
+    assert [(each.passed, each.figure) for each in outcomes] == figures
+    assert "exit code 1" in outcomes[3].reason
+    assert started.read_text() == "x"
+
+
+def test_fairness_is_judged_by_the_ratio_of_the_overload_benchmark():
+    checks = {check.id: check for check in CHECKS}
+    goodput, fairness = checks["F1"].how, checks["F4"].how.program
+    assert (fairness.figure, fairness.limit, fairness.is_minimum) == ("light_ttft_ratio", 1.5, False)
+    assert (fairness.arguments, fairness.file_option) == (goodput.arguments, goodput.file_option)
+
+
 @pytest.mark.parametrize(("figure", "problem", "passed"), [(1, "", True), (9, "", False), (1, "failure: x", False)])
 def test_a_check_with_tests_and_a_program_needs_both(tmp_path, figure, problem, passed):
     (tmp_path / "program.py").write_text(f"print('{{\"x\": {figure}}}')")
@@ -151,7 +189,8 @@ def test_the_line_of_a_check_that_did_not_pass_has_the_reason():
         "pass": False,
         "figure": None,
         "unit": "tests that failed",
-        "limit": "0",
+        "limit": 0.0,
+        "comparison": "<=",
         "reason": "no test ran",
     }
 
@@ -203,7 +242,7 @@ def test_the_rows_of_the_page_are_about_the_present_checks():
     """
     text = (REPOSITORY / "docs" / "reliability.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([A-F]\d+) \| (.+?) \| .+? \| (.+?) \| ", text, re.M)
-    assert rows == [(check.id, check.promise, check.limit) for check in CHECKS]
+    assert rows == [(check.id, check.promise, table.limit_text(check)) for check in CHECKS]
 
 
 def test_the_program_prints_a_line_for_each_check(capsys, monkeypatch):

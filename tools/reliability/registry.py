@@ -62,6 +62,9 @@ class Program:
     ``file_option`` is the program's option for the name of this file, or empty. ``figure`` is the key of the measured
     number in the JSON. If several objects have this key, the worst value counts. The number must be at most ``limit``,
     or at least ``limit`` if ``is_minimum``.
+
+    ``has_other_goals`` is True if the program also has goals of other checks. It then exits with 1 if one of them is
+    missed, so this exit code does not count.
     """
 
     arguments: tuple[str, ...]
@@ -70,9 +73,19 @@ class Program:
     timeout_s: float = 900.0
     file_option: str = ""
     is_minimum: bool = False
+    has_other_goals: bool = False
 
-    def outcome(self) -> Outcome:
-        """Runs the program. The check passes if the program exits with 0 and the figure is within the limit."""
+    def outcome(self, runs: Runs | None = None) -> Outcome:
+        """Returns the outcome of the program. The check passes if the program exits with 0 and the figure is within the
+        limit. ``runs`` are the runs of other checks, one of which may be a run of the same program.
+        """
+        run = (runs or Runs()).of(self)
+        if run is None:
+            return Outcome(False, None, f"did not end within {self.timeout_s:g} s")
+        return self._judge(run.done, [line[self.figure] for line in run.lines if line.get(self.figure) is not None])
+
+    def run(self) -> Run | None:
+        """Runs the program. Returns None if it does not end in time."""
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "figures.json"
             options = (self.file_option, str(file)) if self.file_option else ()
@@ -80,18 +93,40 @@ class Program:
             try:
                 done = _run_program(command, self.timeout_s)
             except subprocess.TimeoutExpired:
-                return Outcome(False, None, f"did not end within {self.timeout_s:g} s")
-            lines = [json.loads(file.read_text())] if file.exists() else list(_json_lines(done.stdout))
-        return self._judge(done, [line[self.figure] for line in lines if self.figure in line])
+                return None
+            return Run(done, [json.loads(file.read_text())] if file.exists() else list(_json_lines(done.stdout)))
 
     def _judge(self, done: subprocess.CompletedProcess[str], figures: list[float]) -> Outcome:
         if not figures:
             return Outcome(False, None, f"exit code {done.returncode}, no figure; {done.stderr.strip()[-300:]}")
         last = (done.stderr.strip() or done.stdout.strip())[-300:]
         figure = min(figures) if self.is_minimum else max(figures)
-        reason = "" if done.returncode == 0 else f"exit code {done.returncode}; {last}"
+        good = (0, 1) if self.has_other_goals else (0,)
+        reason = "" if done.returncode in good else f"exit code {done.returncode}; {last}"
         is_kept = figure >= self.limit if self.is_minimum else figure <= self.limit
         return Outcome(not reason and is_kept, figure, reason)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A program that has ended, and the JSON objects that it has printed or written."""
+
+    done: subprocess.CompletedProcess[str]
+    lines: Sequence[dict[str, float | None]]
+
+
+class Runs:
+    """The runs of programs. A program whose figures several checks use runs once."""
+
+    def __init__(self) -> None:
+        self._runs: dict[tuple[str, ...], Run | None] = {}
+
+    def of(self, program: Program) -> Run | None:
+        """Returns the run of a program. Runs it if it has not run with these arguments yet."""
+        key = (*program.arguments, program.file_option)
+        if key not in self._runs:
+            self._runs[key] = program.run()
+        return self._runs[key]
 
 
 def _run_program(command: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
@@ -129,9 +164,9 @@ class Both:
     verdict: Verdict
     program: Program
 
-    def outcome(self, results: dict[str, dict[str, str]]) -> Outcome:
+    def outcome(self, results: dict[str, dict[str, str]], runs: Runs | None = None) -> Outcome:
         """Returns the outcome of the program. The check passes only if the tests pass, too."""
-        tested, measured = self.verdict.outcome(results), self.program.outcome()
+        tested, measured = self.verdict.outcome(results), self.program.outcome(runs)
         reason = "; ".join(filter(None, (tested.reason, measured.reason)))
         return Outcome(tested.passed and measured.passed, measured.figure, reason)
 
@@ -140,14 +175,30 @@ class Both:
 class Check:
     """One of the sixty checks. ``promise`` is a sentence with the property that is checked.
 
-    A check measures one number, its figure. ``unit`` is the unit of this number, and ``limit`` its limit.
+    A check measures one number, its figure. ``unit`` is the unit of this number.
     """
 
     id: str
     promise: str
     how: Verdict | Program | Both | Scan
     unit: str = "tests that failed"
-    limit: str = "0"
+
+    @property
+    def limit(self) -> float:
+        """The limit of the figure. 0 for the number of tests that failed and of findings."""
+        program = self._program
+        return 0.0 if program is None else program.limit
+
+    @property
+    def comparison(self) -> str:
+        """``<=`` if the figure must be at most the limit, ``>=`` if it must be at least the limit."""
+        program = self._program
+        return ">=" if program is not None and program.is_minimum else "<="
+
+    @property
+    def _program(self) -> Program | None:
+        how = self.how.program if isinstance(self.how, Both) else self.how
+        return how if isinstance(how, Program) else None
 
     def line(self, outcome: Outcome) -> dict[str, object]:
         """Returns the fields of the check's JSON line."""
@@ -157,6 +208,7 @@ class Check:
             "figure": outcome.figure,
             "unit": self.unit,
             "limit": self.limit,
+            "comparison": self.comparison,
         }
         return {**fields, "reason": outcome.reason} if outcome.reason else fields
 
@@ -169,9 +221,17 @@ def tests(*places: str) -> Verdict:
 def run_checks(checks: Sequence[Check]) -> Iterator[tuple[Check, Outcome]]:
     """Runs the checks and yields each with its outcome, in their order."""
     results = run_tests(sorted({place for check in checks for place in _places(check.how)}))
+    runs = Runs()
     for check in checks:
-        how = check.how
-        yield check, how.outcome(results) if isinstance(how, Verdict | Both) else how.outcome()
+        yield check, _outcome(check.how, results, runs)
+
+
+def _outcome(how: Verdict | Program | Both | Scan, results: dict[str, dict[str, str]], runs: Runs) -> Outcome:
+    if isinstance(how, Verdict):
+        return how.outcome(results)
+    if isinstance(how, Both):
+        return how.outcome(results, runs)
+    return how.outcome(runs) if isinstance(how, Program) else how.outcome()
 
 
 def _places(how: Verdict | Program | Both | Scan) -> tuple[str, ...]:
@@ -221,7 +281,7 @@ def _belongs(name: str, place: str) -> bool:
     return name == place or name.startswith((f"{place}::", f"{place}["))
 
 
-def _json_lines(text: str) -> Iterator[dict[str, float]]:
+def _json_lines(text: str) -> Iterator[dict[str, float | None]]:
     for line in text.splitlines():
         if line.startswith("{"):
             yield json.loads(line)

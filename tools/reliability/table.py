@@ -19,7 +19,12 @@ def row(check: Check, outcome: Outcome, stamp: str) -> str:
     figure = "-" if outcome.figure is None else f"{outcome.figure:g} {check.unit}"
     reason = " ".join(outcome.reason.replace("|", "/").split())[:_MAX_REASON_CHARS]
     verdict = "yes" if outcome.passed else f"no: {reason or 'over the limit'}"
-    return f"| {check.id} | {check.promise} | {figure} | {check.limit} | {verdict} | {stamp} |"
+    return f"| {check.id} | {check.promise} | {figure} | {limit_text(check)} | {verdict} | {stamp} |"
+
+
+def limit_text(check: Check) -> str:
+    """Returns the limit of a check as the table shows it: ``2.5`` for a maximum, ``>= 0.95`` for a minimum."""
+    return f"{check.limit:g}" if check.comparison == "<=" else f"{check.comparison} {check.limit:g}"
 
 
 def write(page: Path, checks: Sequence[Check], outcomes: Sequence[tuple[Check, Outcome]], stamp: str) -> None:
