@@ -128,6 +128,15 @@ def test_memory_that_grows_is_a_leak_and_noise_is_none():
     assert "memory: 21.5 MiB more" in watch.leak()
 
 
+@pytest.mark.parametrize(
+    ("minutes", "slope", "is_leak"), [(30, 1.1, True), (30, 0.9, False), (20, 3.0, True), (10, 3.0, False)]
+)
+def test_a_long_run_may_grow_by_the_goal_and_no_more(minutes, slope, is_leak):
+    watch = MemoryWatch([(float(second), 200.0 + slope * second / 600) for second in range(60 * minutes)])
+    assert watch.slope_mib() == pytest.approx(slope)
+    assert bool(watch.leak()) == is_leak
+
+
 def test_memory_counts_after_the_first_round_of_faults():
     samples = [(float(second), 200.0 + 0.1 * min(second, 600)) for second in range(1000)]
     assert MemoryWatch(samples).leak() != ""

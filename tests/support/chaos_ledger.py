@@ -19,6 +19,10 @@ MAX_SLOPE_MIB = 1.0
 """Maximum growth of the server's memory in 10 minutes after the warm-up, in MiB."""
 NOISE_MIB = 3.0
 """Growth of memory that a short run may show, because an allocator keeps the memory of bursts of requests."""
+SHORT_S, LONG_S = 300.0, 900.0
+"""If at most ``SHORT_S`` seconds count after the warm-up, the growth may be ``NOISE_MIB`` larger than ``MAX_SLOPE_MIB``
+allows. The allowance falls evenly to 0 at ``LONG_S`` seconds. A run of 30 minutes counts 18 minutes, so it has none.
+"""
 WARM_UP = 0.4
 """Fraction of the run that is its warm-up. The warm-up also lasts at least until the first round of faults has ended.
 """
@@ -149,8 +153,9 @@ def _too_much(what: str, lives: list[Samples]) -> str:
 
     The growth is the common slope of all processes times the duration of the longest process.
     """
-    tens = max((life[-1][0] - life[0][0] for life in lives if life), default=0.0) / 600.0
-    growth, allowed = _slope_mib(lives) * tens, MAX_SLOPE_MIB * tens + NOISE_MIB
+    seconds = max((life[-1][0] - life[0][0] for life in lives if life), default=0.0)
+    noise = NOISE_MIB * min(1.0, max(0.0, (LONG_S - seconds) / (LONG_S - SHORT_S)))
+    growth, allowed = _slope_mib(lives) * seconds / 600.0, MAX_SLOPE_MIB * seconds / 600.0 + noise
     return f"{what}: {growth:.1f} MiB more, {allowed:.1f} MiB are allowed" if growth > allowed else ""
 
 
