@@ -149,6 +149,11 @@ class QuotaExceededError(TryLaterError):
         super().__init__(message, retry_after_s=retry_after_s)
         self.quota = quota
 
+    @property
+    def is_per_minute(self) -> bool:
+        """True if the quota refills within a minute. False for the requests in flight."""
+        return self.quota.endswith("_per_minute")
+
 
 class ModelUnavailableError(TryLaterError):
     """The request's model is not in memory, and the request would have to wait too long for its start."""

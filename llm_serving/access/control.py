@@ -211,14 +211,14 @@ class Visit:
 
     def leave(self) -> None:
         """Ends the request: replaces its reserved tokens by the number of computed tokens, and writes its line to the
-        audit log.
+        audit log. A request with the status 429 does not count for the key's requests per minute.
 
         Call this method once.
         """
         now = time.monotonic()
         if self._usage is not None:
             self._usage.settle(self._reserved, self.num_prompt_tokens + self.num_output_tokens)
-            self._usage.leave(now)
+            self._usage.leave(now, was_refused=self.status == 429)
         audit = self._access.audit
         if audit is not None and not self._is_open:
             audit.note(

@@ -74,8 +74,14 @@ class KeyUsage:
             self._drain_rate.start(now)
         self.in_flight += 1
 
-    def leave(self, now: float) -> None:
-        """Counts the end of a request that ``enter`` has counted."""
+    def leave(self, now: float, *, was_refused: bool = False) -> None:
+        """Counts the end of a request that ``enter`` has counted.
+
+        If the server refused the request after ``enter``, for example because the queue is full, the request does not
+        count for the requests per minute.
+        """
+        if was_refused and self._requests is not None:
+            self._requests.take(-1)
         self.in_flight -= 1
         self._drain_rate.note(0, now)
         if self.in_flight == 0:

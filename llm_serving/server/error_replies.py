@@ -16,6 +16,7 @@ from llm_serving.errors import (
     AgentLostTwiceError,
     EngineFailedError,
     NotFiniteError,
+    QuotaExceededError,
     RequestError,
     TryLaterError,
 )
@@ -28,6 +29,10 @@ _NO_RETRY = {"X-Should-Retry": "false"}
 """A header that stops OpenAI's clients from sending the same request again."""
 MAX_RETRY_AFTER_S = 30
 """Maximum seconds in ``Retry-After`` of a refused request."""
+MAX_QUOTA_RETRY_AFTER_S = 60
+"""Maximum seconds in ``Retry-After`` if a key has used its requests or tokens per minute. Such a quota refills within a
+minute, so the time is exact and no estimate.
+"""
 INTERNAL_ERROR = "internal_error"
 
 FAILURE_TEXTS = {
@@ -166,7 +171,9 @@ def _failure(status: int, code: str, headers: Mapping[str, str] | None = None) -
 def _request_error(error: RequestError) -> ErrorReply:
     headers: dict[str, str] = {}
     if isinstance(error, TryLaterError):
-        headers = _retry_after(error.retry_after_s)
+        is_per_minute = isinstance(error, QuotaExceededError) and error.is_per_minute
+        limit = MAX_QUOTA_RETRY_AFTER_S if is_per_minute else MAX_RETRY_AFTER_S
+        headers = _retry_after(error.retry_after_s, limit)
     elif error.status == 401:
         headers = {"WWW-Authenticate": "Bearer"}
     elif error.status == 504:
@@ -182,5 +189,5 @@ def _type_of(status: int) -> str:
     return "server_error" if status >= 500 else "invalid_request_error"
 
 
-def _retry_after(seconds: float = RETRY_AFTER_S) -> dict[str, str]:
-    return {"Retry-After": str(min(max(RETRY_AFTER_S, math.ceil(seconds)), MAX_RETRY_AFTER_S))}
+def _retry_after(seconds: float = RETRY_AFTER_S, limit: int = MAX_RETRY_AFTER_S) -> dict[str, str]:
+    return {"Retry-After": str(min(max(RETRY_AFTER_S, math.ceil(seconds)), limit))}

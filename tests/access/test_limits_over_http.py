@@ -22,6 +22,8 @@ KEYS = (
     "narrow requests_in_flight=2",
     "slow requests_per_minute=3",
     "small tokens_per_minute=300",
+    "few requests_per_minute=2 tokens_per_minute=150",
+    "one requests_per_minute=1",
     "urgent priority=-5",
     "late priority=7",
     "elsewhere models=other",
@@ -52,7 +54,7 @@ def refused(response):
     assert response.status_code == 429, response.text
     error = response.json()["error"]
     assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
-    assert 1 <= int(response.headers["retry-after"]) <= 30
+    assert 1 <= int(response.headers["retry-after"]) <= 60
     return error["message"]
 
 
@@ -98,6 +100,31 @@ def test_tokens_per_minute_are_reserved_and_settled(server):
     response = complete(server, "small", max_tokens=100, n=3)
     assert (response.status_code, response.json()["error"]["code"]) == (400, "request_too_large")
     assert "300 output tokens" in response.json()["error"]["message"]
+
+
+def test_a_request_with_a_429_does_not_count_for_the_requests_per_minute(server):
+    server.engine.full = QueueFullError("full", retry_after_s=1.0)
+    assert [complete(server, "few").status_code for _ in range(3)] == [429] * 3
+    server.engine.full = None
+    server.engine.delay_s = 0.05
+    server.engine.script = lambda prompt, sampling: [300] * 1000
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 100, "stream": True}).encode()
+    with server.raw(http_request("/v1/completions", body, f"Authorization: Bearer {secret_of('few')}")):
+        wait_until(lambda: len(server.engine.submitted) == 1)
+        for _ in range(3):
+            assert "tokens per minute. Try again later" in refused(complete(server, "few", max_tokens=100))
+    wait_until(lambda: server.engine.num_open == 0)
+    server.engine.delay_s = 0.0
+    server.engine.say("hello")
+    assert complete(server, "few", max_tokens=10).status_code == 200
+    assert "has sent its 2 requests per minute" in refused(complete(server, "few", max_tokens=10))
+
+
+def test_retry_after_of_a_quota_per_minute_may_be_a_minute(server):
+    assert complete(server, "one").status_code == 200
+    response = complete(server, "one")
+    assert "has sent its 1 requests per minute" in refused(response)
+    assert 30 < int(response.headers["retry-after"]) <= 60
 
 
 def test_a_beam_search_reserves_all_its_beams(server):

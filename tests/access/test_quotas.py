@@ -78,6 +78,16 @@ def test_requests_per_minute_are_limited():
     usage.enter("alice", rights, 20.0)
 
 
+def test_a_refused_request_does_not_count_for_the_requests_per_minute():
+    usage, rights = KeyUsage(), KeyRights(requests_per_minute=1)
+    for _ in range(3):
+        usage.enter("alice", rights, 0.0)
+        usage.leave(0.0, was_refused=True)
+    usage.enter("alice", rights, 0.0)
+    usage.leave(0.0)
+    assert refusal(usage.enter, rights, 0.0) == ("requests_per_minute", 60.0)
+
+
 def test_tokens_are_reserved_and_what_was_not_used_comes_back():
     usage, rights = KeyUsage(), KeyRights(tokens_per_minute=600)
     assert usage.reserve("alice", rights, 100, 400, 0.0) == 500

@@ -103,7 +103,8 @@ def test_the_official_client_streams(server, http):
 def test_a_quota_applies_over_tls(http):
     complete(http, "narrow")
     response = http.post("/v1/completions", json={"prompt": "a"}, headers=bearer("narrow"))
-    assert (response.status_code, response.headers["retry-after"]) == (429, "30")
+    assert response.status_code == 429
+    assert 30 < int(response.headers["retry-after"]) <= 60
 
 
 def test_the_load_test_with_a_key_of_the_environment(server):

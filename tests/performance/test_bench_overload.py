@@ -24,8 +24,10 @@ KEY_NAMES = ("peak", "light-0", "light-1", *(f"heavy-{name}" for name in overloa
 
 
 def test_a_small_queue_rejects_requests_of_heavy_keys_and_the_figures_show_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Refused requests do not count for a quota. So the quota must be smaller than the number of accepted requests.
+    monkeypatch.setattr(overload, "QUOTA_SHARE", 0.001)
     path = tmp_path / "result.json"
     options = ["--rates", "5,10", "--peak-duration", "1", "--duration", "1", "--factor", "30", "--max-waiting", "2"]
     lengths = ["--prompt-len", "8:16", "--output-len", "8:16", "--light-share", "0.5", "--rounds", "1"]
