@@ -29,6 +29,8 @@ OPEN_FOLDER = "/static/"
 """Beginning of the paths of the web pages' files, which need no API key."""
 
 _NO_RIGHTS = KeyRights()
+_SHOWN_CHARS = 80
+"""Maximum length of a model's name in an error message. A client may state any name."""
 
 
 class AccessControl:
@@ -139,12 +141,17 @@ class Visit:
             raise
         self._usage = usage
 
+    @property
+    def is_admin(self) -> bool:
+        """True if the request's key has the right to administrate the server, or if the server has no keys."""
+        return self._key is None or self._key.rights.admin
+
     def check_admin(self) -> None:
         """Raises NotPermittedError unless the request's key has the right to administrate the server.
 
         If the server has no keys, every client has this right.
         """
-        if self._key is not None and not self._key.rights.admin:
+        if not self.is_admin:
             self._access.refused("admin")
             raise NotPermittedError(f"The key {self.name!r} may not administrate the server; its line has no 'admin'.")
 
@@ -167,7 +174,8 @@ class Visit:
         """Raises NotPermittedError unless the request's key may use a model."""
         if not self.may_use(model):
             self._access.refused("models")
-            raise NotPermittedError(f"The key {self.name!r} may not use the model {model!r}.", param="model")
+            shown = model[:_SHOWN_CHARS]
+            raise NotPermittedError(f"The key {self.name!r} may not use the model {shown!r}.", param="model")
 
     def priority(self, stated: int | None) -> int:
         """Returns the priority of the request: ``stated``, or a default if the client stated none.

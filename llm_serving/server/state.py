@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from llm_serving.access.control import AccessControl
+from llm_serving.access.control import AccessControl, Visit
 from llm_serving.config import Config
 from llm_serving.config.image_section import ImageConfig
 from llm_serving.config.kv_tier_section import KvTierConfig
@@ -303,27 +303,37 @@ class ServerState:
             self.log.event("request_refused", code=full.code, message=str(full))
         return full
 
-    def check_model(self, name: str | None) -> None:
-        """Raises ModelNotFoundError unless ``name`` is None or names a model or an adapter of this server."""
-        if self.models is None or self.models.find(name) is None:
-            self.find_adapter(name)
+    def check_model(self, name: str | None, visit: Visit | None) -> None:
+        """Raises ModelNotFoundError unless ``name`` is None or names a model or an adapter of this server.
 
-    def find_adapter(self, name: str | None) -> Adapter | None:
+        Raises NotPermittedError if the key of ``visit`` may not use the model. This check comes first, so that the key
+        does not learn which other models exist.
+        """
+        if visit is not None:
+            visit.check_model(name or self.engine.model_name)
+        if self.models is None or self.models.find(name) is None:
+            self.find_adapter(name, visit)
+
+    def find_adapter(self, name: str | None, visit: Visit | None) -> Adapter | None:
         """Returns the LoRA adapter ``name`` of this model. If ``name`` is None or the name of this model, returns None.
 
-        Raises ModelNotFoundError for any other name.
+        Raises ModelNotFoundError for any other name. The error names only models that the key of ``visit`` may use.
         """
         if name is None or name == self.engine.model_name:
             return None
         adapter = self.engine.adapters.find(name)
         if adapter is None:
-            raise self.unknown_model(name)
+            raise self.unknown_model(name, visit)
         return adapter
 
-    def unknown_model(self, name: str) -> ModelNotFoundError:
-        """Returns the error for a request that names a model which the server does not have."""
+    def unknown_model(self, name: str, visit: Visit | None) -> ModelNotFoundError:
+        """Returns the error for a request that names a model which the server does not have.
+
+        The error names only models that the key of ``visit`` may use.
+        """
         names = [self.engine.model_name] if self.models is None else [model.name for model in self.models.models]
-        served = ", ".join(short(each) for each in names)
+        usable = [short(each) for each in names if visit is None or visit.may_use(each)]
+        served = ", ".join(usable) or "no model to this key"
         adapters = " and its loaded adapters" if self.engine.adapters.max_adapters else ""
         return ModelNotFoundError(
             f"The model {short(name)} does not exist; this server serves {served}{adapters}.", param="model"

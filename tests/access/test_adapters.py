@@ -42,6 +42,19 @@ def test_a_key_may_use_and_see_only_its_models(server: Any, key: str, models: li
             assert response.json()["error"]["param"] == "model"
 
 
+def test_only_an_administrator_sees_the_folder_of_an_adapter(server: Any) -> None:
+    def adapter(key: str) -> list[dict[str, Any]]:
+        models = server.http.get("/v1/models", headers=bearer(key)).json()["data"]
+        return [models[-1], server.http.get("/v1/models/sql", headers=bearer(key)).json()]
+
+    assert [each["root"] for each in adapter("operator")] == ["/adapters/sql"] * 2
+    for key in ("all", "sql"):
+        entries = adapter(key)
+        assert [each["id"] for each in entries] == ["sql", "sql"]
+        assert not any("root" in each for each in entries)
+    assert server.http.get("/v1/models/sql", headers=bearer("base")).status_code == 403
+
+
 def test_only_an_administrator_loads_and_unloads_adapters(server: Any) -> None:
     for path, body in (
         ("/v1/load_lora_adapter", {"lora_name": "sql", "lora_path": "/other"}),

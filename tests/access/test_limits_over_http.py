@@ -156,6 +156,31 @@ def test_a_key_may_use_only_its_models(server):
     assert [len(models) for models in listed] == [1, 0]
 
 
+@pytest.mark.parametrize("path", ["/v1/models/{}", "/v2/models/{}", "/v2/models/{}/ready"])
+def test_a_key_learns_nothing_about_other_models(server, path):
+    """A key with the right ``models`` gets the same answer for a model that exists and for a name that does not."""
+
+    def get(key, model):
+        response = server.http.get(path.format(model), headers=bearer(key))
+        return response.status_code, response.text.replace(model, "NAME")
+
+    assert get("here", "fake-llama")[0] == get("alice", "fake-llama")[0] == 200
+    assert get("elsewhere", "fake-llama") == get("elsewhere", "unknown")
+    assert get("elsewhere", "fake-llama")[0] == 403
+    assert "fake-llama" in get("alice", "unknown")[1]
+    status, text = get("elsewhere", "other")
+    assert status == 404
+    assert "serves no model to this key" in text
+    assert "fake-llama" not in text
+
+
+def test_the_error_for_an_unknown_model_names_only_the_models_of_the_key(server):
+    here, elsewhere = (complete(server, key, model="other") for key in ("here", "elsewhere"))
+    assert here.status_code == elsewhere.status_code == 404
+    assert "fake-llama" in here.json()["error"]["message"]
+    assert "fake-llama" not in elsewhere.json()["error"]["message"]
+
+
 def test_the_name_of_the_key_is_the_tenant(server):
     complete(server, "alice")
     complete(server, "here")

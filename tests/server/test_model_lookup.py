@@ -56,7 +56,7 @@ def state_of(models: Models, *, is_stopping: bool = False) -> Any:
         if is_stopping:
             raise UnavailableError("stopping", "stopping")
 
-    def unknown_model(name: str) -> ModelNotFoundError:
+    def unknown_model(name: str, visit: Visit | None) -> ModelNotFoundError:
         return ModelNotFoundError(f"unknown {name}")
 
     return SimpleNamespace(models=models.registry, check_running=check_running, unknown_model=unknown_model)

@@ -101,7 +101,7 @@ class Generation:
             )
         self.state = state
         self._visit = visit_of(request)
-        self.adapter = state.find_adapter(model)
+        self.adapter = state.find_adapter(model, self._visit)
         """The LoRA adapter that the request names, or None."""
         if self._visit is not None:
             self._visit.check_model(self.model_name)

@@ -13,7 +13,7 @@ from llm_serving.errors import RequestError
 from llm_serving.request import RequestOutput
 from llm_serving.server.error_replies import ErrorReply
 from llm_serving.server.generation.sampling import Choice
-from llm_serving.server.generation.scheduling import tenant_of
+from llm_serving.server.generation.scheduling import tenant_of, visit_of
 from llm_serving.server.generation.sequences import Answer, Generation, count_items, count_prompt_items
 from llm_serving.server.generation.work import off_loop
 from llm_serving.server.http.body import json_response, read_request, whole_response
@@ -59,7 +59,7 @@ async def _ready(state: ServerState, request: Request) -> Response:
 
 async def _model_ready(state: ServerState, request: Request) -> Response:
     name = request.path_params["name"]
-    state.check_model(name)
+    state.check_model(name, visit_of(request))
     ready = await _is_model_ready(state, request, name)
     return json_response({"name": name, "ready": ready}, status=200 if ready else 503)
 
@@ -77,7 +77,7 @@ async def _is_model_ready(state: ServerState, request: Request, name: str) -> bo
 
 async def _model(state: ServerState, request: Request) -> Response:
     name = request.path_params["name"]
-    state.check_model(name)
+    state.check_model(name, visit_of(request))
     text = {"datatype": "BYTES", "shape": [-1]}
     return json_response(
         {
@@ -133,7 +133,7 @@ async def _generate_stream(state: ServerState, request: Request) -> AnyResponse:
 
 
 async def _body(state: ServerState, request: Request, kind: type[Any]) -> Any:
-    state.check_model(request.path_params["name"])
+    state.check_model(request.path_params["name"], visit_of(request))
     state.check_queue(tenant_of(request))
     return await read_request(kind, request, state.settings.max_body_bytes)
 

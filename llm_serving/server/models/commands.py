@@ -73,7 +73,7 @@ def _named(state: ServerState, request: Request) -> tuple[ModelRegistry[ServerSt
         raise ModelStateError("The models of this server cannot be loaded, unloaded or reloaded.")
     model = next((each for each in state.models.models if each.name == name), None)
     if model is None:
-        raise state.unknown_model(name)
+        raise state.unknown_model(name, None)  # only for keys with the right to administrate the server
     return state.models, model
 
 

@@ -86,15 +86,15 @@ async def served(
     is the request body, which may set a deadline for the wait. Raises ModelNotFoundError, NotPermittedError,
     QueueFullError, UnavailableError while the server stops, and ModelUnavailableError if the wait would be too long.
     """
-    models = state.models
+    models, visit = state.models, visit_of(request)
     if models is None:
-        state.check_model(name)
+        state.check_model(name, visit)
         return state
-    model, visit = models.find(name), visit_of(request)
-    if model is None:
-        raise state.unknown_model(name or "")
+    model = models.find(name)
     if visit is not None:
-        visit.check_model(name or model.name)
+        visit.check_model(name or models.models[0].name)
+    if model is None:
+        raise state.unknown_model(name or "", visit)
     if model.version is None:
         state.check_running()
     lease: Lease[ServerState] = await models.acquire(model, _time_left(request, fields))

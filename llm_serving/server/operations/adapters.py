@@ -72,7 +72,7 @@ async def _load(state: ServerState, request: Request) -> Response:
         assert adapter is not None, "the adapter was loaded while the lock was held"
     seconds = round(time.monotonic() - began, 3)
     state.log.event("adapter_loaded", name=name, path=str(path), digest=digest.hex(), seconds=seconds)
-    return json_response(adapter_json(state, adapter))
+    return json_response(adapter_json(state, adapter, shows_folder=True))
 
 
 async def _unload(state: ServerState, request: Request) -> Response:
@@ -83,15 +83,20 @@ async def _unload(state: ServerState, request: Request) -> Response:
     return json_response({"id": adapter.name, "object": "model", "deleted": True})
 
 
-def adapter_json(state: ServerState, adapter: Adapter) -> dict[str, Any]:
-    """Returns an adapter as an entry of ``/v1/models``."""
+def adapter_json(state: ServerState, adapter: Adapter, *, shows_folder: bool) -> dict[str, Any]:
+    """Returns an adapter as an entry of ``/v1/models``.
+
+    If ``shows_folder`` is True, ``root`` is the adapter's folder. Otherwise the entry has no ``root``, because a path
+    reveals names of the server's machine.
+    """
+    folder = {"root": adapter.path} if shows_folder else {}
     return {
         "id": adapter.name,
         "object": "model",
         "created": int(state.started_at),
         "owned_by": "llm-serving",
         "max_model_len": state.settings.max_context,
-        "root": adapter.path,
+        **folder,
         "parent": state.engine.model_name,
     }
 

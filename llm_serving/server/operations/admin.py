@@ -11,6 +11,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llm_serving.access.control import Visit
 from llm_serving.errors import RequestError
 from llm_serving.sampling_params import PARAMETERS
 from llm_serving.server.fields.shared import Messages, Name, TemplateValues
@@ -69,16 +70,23 @@ class DetokenizeRequest(StrictModel):
 
 
 async def _list_models(state: ServerState, request: Request) -> Response:
-    visit, models = visit_of(request), model_entries(state)
-    usable = [model for model in models if visit is None or visit.may_use(model["id"])]
-    return json_response({"object": "list", "data": usable})
+    return json_response({"object": "list", "data": _usable_models(state, visit_of(request))})
+
+
+def _usable_models(state: ServerState, visit: Visit | None) -> list[dict[str, Any]]:
+    """Returns the entries of the models that the key of ``visit`` may use."""
+    if visit is None:
+        return model_entries(state, shows_folders=True)
+    return [model for model in model_entries(state, shows_folders=visit.is_admin) if visit.may_use(model["id"])]
 
 
 async def _get_model(state: ServerState, request: Request) -> Response:
-    name = request.path_params["name"]
-    entry = next((each for each in model_entries(state) if each["id"] == name), None)
+    name, visit = request.path_params["name"], visit_of(request)
+    if visit is not None:
+        visit.check_model(name)
+    entry = next((each for each in _usable_models(state, visit) if each["id"] == name), None)
     if entry is None:
-        raise state.unknown_model(name)
+        raise state.unknown_model(name, visit)
     return json_response(entry)
 
 

@@ -9,15 +9,19 @@ from llm_serving.server.operations.adapters import adapter_json
 from llm_serving.server.state import ServerState
 
 
-def model_entries(state: ServerState) -> list[dict[str, Any]]:
-    """Returns the JSON objects of all models and of the adapters that are in memory. The main model is the first."""
+def model_entries(state: ServerState, *, shows_folders: bool) -> list[dict[str, Any]]:
+    """Returns the JSON objects of all models and of the adapters that are in memory. The main model is the first.
+
+    ``shows_folders`` is True if the client may see the folders of adapters.
+    """
     if state.models is None:
-        return [_entry(state, state.engine.model_name, state.settings.max_context), *_adapters(state)]
+        main = _entry(state, state.engine.model_name, state.settings.max_context)
+        return [main, *_adapters(state, shows_folders=shows_folders)]
     entries = []
     for model in state.models.models:
         entries.append(_entry(state, model.name, model.config.max_model_len) | _state_members(state, model))
         if model.version is not None:
-            entries += _adapters(model.version.view)
+            entries += _adapters(model.version.view, shows_folders=shows_folders)
     return entries
 
 
@@ -37,5 +41,6 @@ def _state_members(state: ServerState, model: ServedModel[ServerState]) -> dict[
     return model.status().as_json() if has_states else {}
 
 
-def _adapters(view: ServerState) -> list[dict[str, Any]]:
-    return [adapter_json(view, adapter) for adapter in view.engine.adapters.adapters]
+def _adapters(view: ServerState, *, shows_folders: bool) -> list[dict[str, Any]]:
+    adapters = view.engine.adapters.adapters
+    return [adapter_json(view, adapter, shows_folder=shows_folders) for adapter in adapters]

@@ -23,7 +23,7 @@ from llm_serving.server.fields.validation import LaxModel
 from llm_serving.server.generation.logprobs import LOWEST, step_logits, token_string
 from llm_serving.server.generation.prompts import max_output_tokens, resolve_prompts
 from llm_serving.server.generation.sampling import Choice, dialect_sampling, make_choices
-from llm_serving.server.generation.scheduling import SchedulingFields, tenant_of
+from llm_serving.server.generation.scheduling import SchedulingFields, tenant_of, visit_of
 from llm_serving.server.generation.sequences import Answer, Generation, count_items
 from llm_serving.server.http.body import read_request, whole_response
 from llm_serving.server.http.json_pieces import EncodedList, encode_in_pieces
@@ -71,7 +71,7 @@ class GenerateRequest(SchedulingFields, LaxModel):
 
 async def generate(state: ServerState, request: Request, *, stream: bool = False) -> AnyResponse:
     """Handles ``/generate``: continues the prompt ``inputs``. With ``stream``, sends an event for each token."""
-    state.check_model(request.path_params.get("name"))
+    state.check_model(request.path_params.get("name"), visit_of(request))
     state.check_queue(tenant_of(request))
     body = await read_request(GenerateRequest, request, state.settings.max_body_bytes)
     parameters = body.parameters or GenerateParameters()
