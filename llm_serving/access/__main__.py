@@ -69,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     check.add_argument("file", help="file of serving_config.api_keys_file")
     for each in (new, known):
         each.add_argument("name", help="name of the key's owner, in logs and quotas")
-        each.add_argument("--admin", action="store_true", help="allow /metrics, /server_info, /requests and /profile")
+        each.add_argument("--admin", action="store_true", help=_ADMIN_HELP)
         each.add_argument("--sessions", action="store_true", help="allow the export and import of sessions")
         for option in OPTION_NAMES:
             flag = "--" + option.replace("_", "-")
@@ -78,6 +78,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+_ADMIN_HELP = (
+    "allow /metrics, /server_info, /requests, /profile, and changes of LoRA adapters, nodes, models and shadow serving"
+)
 _HELP = {
     "requests_in_flight": "maximum number of requests at a time",
     "requests_per_minute": "maximum number of requests per minute",

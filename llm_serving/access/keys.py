@@ -43,7 +43,9 @@ class KeyRights:
     """The rights of a key, and the limits of its requests. A limit of None means no limit."""
 
     admin: bool = False
-    """True if the key may read metrics and the state of the server, and profile the agents."""
+    """True if the key may read metrics and the state of the server, profile the agents, and change LoRA adapters,
+    nodes, models and shadow serving.
+    """
     requests_in_flight: int | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None

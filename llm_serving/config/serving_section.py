@@ -83,8 +83,9 @@ class ServingConfig:
     )
     admin_port: int | None = own(
         None,
-        "Port of a listener of its own for `/metrics`, `/server_info`, `/requests`, `/profile` and the page "
-        "`/operator`; 0 takes any free port. The other listeners then do not have these routes.",
+        "Port of a listener of its own for administration. It has `/metrics`, `/server_info`, `/requests`, `/profile`, "
+        "the page `/operator`, and the routes for LoRA adapters, nodes, models and shadow serving. 0 takes any free "
+        "port. The other listeners then do not have these routes.",
         low=0,
         high=65535,
         null="all routes are on `server_port`",

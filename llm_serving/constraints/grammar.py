@@ -74,7 +74,7 @@ def _least_chars(schema: object, limit: int) -> int:
         if isinstance(one, dict | list):
             found += 2 * len(one)  # the brackets, and the comma and space between two values
             if found <= limit:
-                values += one  # of a dictionary, the keys
+                values += one  # a dictionary yields its keys
                 values += one.values() if isinstance(one, dict) else ()
         else:
             found += len(one) + 2 if isinstance(one, str) else 1

@@ -30,7 +30,7 @@ _NO_RETRY = {"X-Should-Retry": "false"}
 MAX_RETRY_AFTER_S = 30
 """Maximum seconds in ``Retry-After`` of a refused request."""
 MAX_QUOTA_RETRY_AFTER_S = 60
-"""Maximum seconds in ``Retry-After`` if a key has used its requests or tokens per minute. Such a quota refills within a
+"""Maximum seconds in ``Retry-After`` if a key has used its requests or tokens per minute. These quotas refill within a
 minute, so the time is exact and no estimate.
 """
 INTERNAL_ERROR = "internal_error"
