@@ -31,7 +31,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from performance.models.folders import write_model  # noqa: E402
-from performance.models.heads import eagle_variant, mtp_variant, write_eagle_head, write_mtp_model  # noqa: E402
+from performance.models.heads import (  # noqa: E402
+    SPECULATORS_LAYERS,
+    eagle_variant,
+    mtp_variant,
+    write_eagle_head,
+    write_mtp_model,
+    write_speculators_head,
+)
 
 NUM_TOKENS = 40
 """Number of greedy tokens that the main model generates after the prompt."""
@@ -71,6 +78,17 @@ class Target:
         """
         output = self.model.model(torch.tensor([tokens]), output_hidden_states=True)
         return [each[0] for each in output.hidden_states]
+
+    def streams(self, tokens: list[int]) -> list[torch.Tensor]:
+        """Returns the same as ``states``, but the hidden states after the last layer are not normalised."""
+        found: list[torch.Tensor] = []
+        last = self.model.model.layers[-1]
+        hook = last.register_forward_hook(
+            lambda _, __, output: found.append((output[0] if isinstance(output, tuple) else output)[0])
+        )
+        before = self.states(tokens)[:-1]
+        hook.remove()
+        return [*before, found[0]]
 
 
 def mtp_guess(folder: Path, target: Target) -> Guess:
@@ -123,7 +141,10 @@ def _as_modules(weights: dict[str, torch.Tensor], layer: torch.nn.Module) -> dic
 
 
 def eagle_guess(folder: Path, target: Target) -> Guess:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    whole = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = whole | whole.get("transformer_layer_config", {})
+    layer = "layers.0" if "transformer_layer_config" in whole else "midlayer"
+    begins_normed = whole.get("norm_before_residual", False)
     weights = load_file(folder / "model.safetensors")
     dim, heads, kv_heads = config["head_dim"], config["num_attention_heads"], config["num_key_value_heads"]
     frequencies = 1.0 / config["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
@@ -132,7 +153,7 @@ def eagle_guess(folder: Path, target: Target) -> Guess:
         return rms_norm(x, x.shape[-1:], weights[f"{name}.weight"], config["rms_norm_eps"])
 
     def of(x: torch.Tensor, name: str) -> torch.Tensor:
-        return linear(x, weights[f"midlayer.{name}.weight"])
+        return linear(x, weights[f"{layer}.{name}.weight"])
 
     def rotated(x: torch.Tensor) -> torch.Tensor:
         angles = torch.arange(x.shape[1], dtype=torch.float32)[:, None] * frequencies
@@ -141,15 +162,17 @@ def eagle_guess(folder: Path, target: Target) -> Guess:
         return x * cos + torch.cat([-second, first], -1) * sin
 
     def guess(states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        embedded = norm(target.model.model.embed_tokens(tokens), "midlayer.input_layernorm")
-        x = torch.cat([embedded, norm(states, "midlayer.hidden_norm")], -1)
+        embedded = norm(target.model.model.embed_tokens(tokens), f"{layer}.input_layernorm")
+        normed = norm(states, f"{layer}.hidden_norm")
+        x = torch.cat([embedded, normed], -1)
         query, key, value = (
             of(x, f"self_attn.{name}_proj").unflatten(-1, (-1, dim)).transpose(0, 1) for name in ("q", "k", "v")
         )
         key, value = (each.repeat_interleave(heads // kv_heads, 0) for each in (rotated(key), value))
         attended = scaled_dot_product_attention(rotated(query), key, value, is_causal=True)
-        residual = states + of(attended.transpose(0, 1).flatten(1), "self_attn.o_proj")
-        inner = norm(residual, "midlayer.post_attention_layernorm")
+        stream = normed if begins_normed else states
+        residual = stream + of(attended.transpose(0, 1).flatten(1), "self_attn.o_proj")
+        inner = norm(residual, f"{layer}.post_attention_layernorm")
         hidden = residual + of(silu(of(inner, "mlp.gate_proj")) * of(inner, "mlp.up_proj"), "mlp.down_proj")
         logits = torch.full((config["vocab_size"],), float("-inf"))
         places = weights["d2t"] + torch.arange(config["draft_vocab_size"])
@@ -190,7 +213,7 @@ def write(name: str, tokens: list[int], states: torch.Tensor, guess: Guess) -> N
 @torch.no_grad()
 def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        folder, head = Path(scratch) / "model", Path(scratch) / "head"
+        folder = Path(scratch) / "model"
         variant: Any = mtp_variant()
         write_mtp_model(folder, variant)
         target = Target(folder)
@@ -198,13 +221,19 @@ def main() -> None:
         write("mtp", tokens, target.states(tokens)[-1], mtp_guess(folder, target))
         variant, folder = eagle_variant(), Path(scratch) / "eagle_model"
         write_model(variant, folder)
-        write_eagle_head(head, variant)
         target = Target(folder)
         tokens, layers = target.text(variant.config["vocab_size"]), variant.config["num_hidden_layers"]
-        after = target.states(tokens)
-        joined = torch.cat([after[each] for each in (2, layers // 2, layers - 3)], -1)
-        fused = linear(joined, load_file(head / "model.safetensors")["fc.weight"])
-        write("eagle", tokens, fused, eagle_guess(head, target))
+        after = target.streams(tokens)
+        heads = {
+            "eagle": (write_eagle_head, (2, layers // 2, layers - 3)),
+            "speculators": (write_speculators_head, SPECULATORS_LAYERS),
+        }
+        for name, (write_head, numbers) in heads.items():
+            head = Path(scratch) / name
+            write_head(head, variant)
+            joined = torch.cat([after[each] for each in numbers], -1)
+            fused = linear(joined, load_file(head / "model.safetensors")["fc.weight"])
+            write(name, tokens, fused, eagle_guess(head, target))
 
 
 if __name__ == "__main__":

@@ -336,11 +336,12 @@ class OpTable(ABC):
         """
 
     @abstractmethod
-    def join_norms(self, width: int, epsilon: float) -> Operator:
+    def join_norms(self, width: int, epsilon: float, *, keeps_second: bool) -> Operator:
         """Returns an operator (first, second, first gamma [width], second gamma [width], step) -> [RMSNorm(first),
         RMSNorm(second)].
 
-        first and second are [tokens, width]. The result is [tokens, 2 x width].
+        first and second are [tokens, width]. The result is [tokens, 2 x width]. With ``keeps_second``, the result is a
+        pair of this matrix and RMSNorm(second) [tokens, width].
         """
 
     @abstractmethod

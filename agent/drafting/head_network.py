@@ -56,10 +56,16 @@ class HeadNetwork(DraftNetwork):
         from agent.layers.parameter import bind
         from agent.models.heads import EMBEDDING, HeadDefinition
 
-        prefix = ""
-        if self._head.kind == EAGLE:
-            prefix, self._tokens = self._read_tokens()
-        definition = HeadDefinition(self._head, prefix)
+        definition = HeadDefinition(self._head)
+        if self._head.kind == EAGLE and self.config.model_config.load_format != "dummy":
+            assert self.config.model_config.model_path is not None, "a head with weights has a folder"
+            files = TensorFiles(Path(self.config.model_config.model_path))
+            try:
+                prefix, layer = _names_in(files)
+                definition = HeadDefinition(self._head, prefix, layer)
+                self._tokens = self._read_tokens(files, prefix)
+            finally:
+                files.close()
         self._model = load_model(self.config, self._part, report, definition=definition)
         embedding = whole_embedding(config) if model.ops.is_split else model.weights[EMBEDDING]
         self._embedding = bind(self._model.network.parameters_dict()[EMBEDDING], embedding)
@@ -134,32 +140,34 @@ class HeadNetwork(DraftNetwork):
         scale = 1 / np.sqrt(mean + np.float32(self.config.shape.rms_norm_eps))
         return from_float32(np.ascontiguousarray(x * scale * to_float32(gamma, dtype)), dtype)
 
-    def _read_tokens(self) -> tuple[str, Int32Array | None]:
-        """Returns the prefix of the names of the head's tensors, and an array that maps indices of the head's logits to
-        token ids.
+    def _read_tokens(self, files: TensorFiles, prefix: str) -> Int32Array | None:
+        """Returns an array that maps indices of the head's logits to token ids. Returns None if each index is its own
+        token id.
 
-        The prefix is ``model.`` if the folder also stores an embedding (``TensorFiles``), otherwise empty. The array is
-        None if each index is its own token id, for example with random weights. Raises CheckpointError if the offsets
-        are missing or give an id that is not a token.
+        ``prefix`` begins the names of the head's tensors. Raises CheckpointError if the offsets are missing or give an
+        id that is not a token.
         """
-        config, count = self.config, self.config.shape.vocab_size
-        if config.model_config.load_format == "dummy":
-            return "", None
-        assert config.model_config.model_path is not None, "a head with weights has a folder"
-        files = TensorFiles(Path(config.model_config.model_path))
-        try:
-            prefix = "model." if f"model.{_OFFSETS}" in files or "model.fc.weight" in files else ""
-            found = files.read_optional(prefix + _OFFSETS)
-            if found is None and count == self._vocab_size:
-                return prefix, None
-            where = files.where(prefix + _OFFSETS)
-            if found is None or found[0].shape != (count,) or found[0].dtype.kind != "i":
-                raise CheckpointError(f"{where}: tensor {_OFFSETS} must have {count} integers (draft_vocab_size)")
-            tokens = found[0].astype(np.int64) + np.arange(count)
-            if tokens.min() < 0 or tokens.max() >= self._vocab_size:
-                raise CheckpointError(
-                    f"{where}: tensor {_OFFSETS} refers to token {tokens.max()}; the model has {self._vocab_size}"
-                )
-            return prefix, tokens.astype(np.int32)
-        finally:
-            files.close()
+        count = self.config.shape.vocab_size
+        found = files.read_optional(prefix + _OFFSETS)
+        if found is None and count == self._vocab_size:
+            return None
+        where = files.where(prefix + _OFFSETS)
+        if found is None or found[0].shape != (count,) or found[0].dtype.kind != "i":
+            raise CheckpointError(f"{where}: tensor {_OFFSETS} must have {count} integers (draft_vocab_size)")
+        tokens = found[0].astype(np.int64) + np.arange(count)
+        if tokens.min() < 0 or tokens.max() >= self._vocab_size:
+            raise CheckpointError(
+                f"{where}: tensor {_OFFSETS} refers to token {tokens.max()}; the model has {self._vocab_size}"
+            )
+        return tokens.astype(np.int32)
+
+
+def _names_in(files: TensorFiles) -> tuple[str, str]:
+    """Returns the prefix of the names of an EAGLE-3 head's tensors, and the name of its layer after this prefix.
+
+    The prefix is ``model.`` if the folder also stores an embedding (``TensorFiles``), otherwise empty. The heads of
+    ``speculators`` have another name for the layer than those of EAGLE-3's authors.
+    """
+    prefix = "model." if f"model.{_OFFSETS}" in files or "model.fc.weight" in files else ""
+    layer = "layers.0" if f"{prefix}layers.0.hidden_norm.weight" in files else "midlayer"
+    return prefix, layer

@@ -1,6 +1,7 @@
-// The custom operator JoinNorms of the fused graph. It is the first operator of a head, a small network that makes
-// drafts. For each token, it joins the norms of the embedding and of the hidden state.
+// The custom operators JoinNorms and JoinNormsKeepSecond of the fused graph. One of them is the first operator of a
+// head, a small network that makes drafts. For each token, it joins the norms of the embedding and of the hidden state.
 #include <cstdint>
+#include <cstring>
 
 #include "common/check.h"
 #include "common/floating_point.h"
@@ -12,10 +13,14 @@ namespace llmk {
 namespace {
 
 // JoinNorms: first, second [tokens, width], the gammas of both norms, epsilon, counts -> out [tokens, 2 * width].
-// out = [norm(first), norm(second)] for each token.
-int join_norms(const Tensors& t) {
-  enum { kFirst, kSecond, kFirstGamma, kSecondGamma, kEpsilon, kCounts, kOut };
-  if (t.count != 7) return refuse_text(t.op, "got %d arguments; it takes 6 and gives 1", t.count);
+// out = [norm(first), norm(second)] for each token. JoinNormsKeepSecond has a second result [tokens, width]:
+// norm(second).
+int join_norms(const Tensors& t, bool keeps_second) {
+  enum { kFirst, kSecond, kFirstGamma, kSecondGamma, kEpsilon, kCounts, kOut, kKept };
+  const int results = keeps_second ? 2 : 1;
+  if (t.count != kOut + results) {
+    return refuse_text(t.op, "got %d arguments; it takes 6 and gives %d", t.count, results);
+  }
   int error = check_float_type(t, kFirst);
   if (error != 0) return error;
   const DType dtype = t.dtype(kFirst);
@@ -26,6 +31,7 @@ int join_norms(const Tensors& t) {
   }
   if (error == 0) error = check_matrix(t, kSecond, rows, width, dtype);
   if (error == 0) error = check_matrix(t, kOut, rows, 2 * width, dtype);
+  if (error == 0 && keeps_second) error = check_matrix(t, kKept, rows, width, dtype);
   if (error != 0) return error;
   const float epsilon = *t.as<float>(kEpsilon);
   const NormInput first{t.as<char>(kFirst), nullptr, nullptr, t.data[kFirstGamma],
@@ -38,6 +44,7 @@ int join_norms(const Tensors& t) {
       char* out = t.as<char>(kOut) + 2 * row * bytes;
       norm_row(first, row, out);
       norm_row(second, row, out + bytes);
+      if (keeps_second) std::memcpy(t.as<char>(kKept) + row * bytes, out + bytes, static_cast<size_t>(bytes));
     }
   });
   return 0;
@@ -46,4 +53,5 @@ int join_norms(const Tensors& t) {
 }  // namespace
 }  // namespace llmk
 
-LLMK_CUSTOM_OP(JoinNorms, 1, join_norms(t))
+LLMK_CUSTOM_OP(JoinNorms, 1, join_norms(t, false))
+LLMK_CUSTOM_OP(JoinNormsKeepSecond, 2, join_norms(t, true))

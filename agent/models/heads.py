@@ -38,12 +38,13 @@ class HeadDefinition:
 
     head: Head
     prefix: str = ""
-    """The prefix of the names of an EAGLE-3 head's tensors."""
+    layer: str = "midlayer"
+    """The prefix of the names of an EAGLE-3 head's tensors, and the name of its layer after this prefix."""
 
     def weight_specs(self, shape: ModelShape) -> Sequence[WeightSpec]:
         """Returns every parameter to load, in the order of the layers."""
         if self.head.kind == EAGLE:
-            return _eagle_specs(shape, self.head, self.prefix)
+            return _eagle_specs(shape, self.head, self.prefix, self.layer)
         return _mtp_specs(shape, self.head)
 
     def ignorable_suffixes(self, shape: ModelShape) -> tuple[str, ...]:
@@ -69,7 +70,7 @@ class _Head(nn.Cell):
         shape = config.shape
         self.embedding = Embedding(ops, head.vocab_size, shape.hidden_size)
         self.rotary = ops.rotary(*rotary_tables(shape, config.max_model_len), shape.sliding_window)
-        self.join = ops.join_norms(shape.hidden_size, shape.rms_norm_eps)
+        self.join = ops.join_norms(shape.hidden_size, shape.rms_norm_eps, keeps_second=head.norm_before_residual)
         self.norm = NormWeight(ops, shape.hidden_size)
         self.lm_head = Weight(ops.linear_weight(shape.hidden_size, shape.vocab_size, output=True))
         self.logits = ops.lm_head(shape.vocab_size, shape.rms_norm_eps)
@@ -131,6 +132,7 @@ class EagleHead(_Head):
     def __init__(self, config: Config, head: Head, ops: OpTable) -> None:
         super().__init__(config, head, ops)
         hidden = config.shape.hidden_size
+        self.norms_before_residual = head.norm_before_residual
         self.fused_projection = RowParallelLinear(ops, len(head.layers) * head.hidden_size, hidden)
         self.layers = nn.CellList([EagleLayer(config, ops)])
 
@@ -150,10 +152,12 @@ class EagleHead(_Head):
         ``are_fused``, they are the head's own hidden states [tokens, hidden_size]. ``token_ids`` [tokens] are the
         tokens after ``positions`` [tokens]. ``OpTable`` describes ``step``.
         """
-        fused = states if are_fused else self.fused_projection(states, step)
+        state = states if are_fused else self.fused_projection(states, step)
         embedded, layer = self.embedding(token_ids, step), self.layers[0]
-        joined = self.join(embedded, fused, layer.input_norm.weight, layer.state_norm.weight, step)
-        hidden, residual = layer(joined, fused, self.rotary(positions), step)
+        joined = self.join(embedded, state, layer.input_norm.weight, layer.state_norm.weight, step)
+        if self.norms_before_residual:
+            joined, state = joined
+        hidden, residual = layer(joined, state, self.rotary(positions), step)
         return self.outputs(hidden, residual, last_tokens, step)
 
 
@@ -225,8 +229,8 @@ def _of_layer(spec: WeightSpec, layer: str) -> WeightSpec:
     return replace(spec, parts=renamed(spec.parts), bias=renamed(spec.bias))
 
 
-def _eagle_specs(shape: ModelShape, head: Head, prefix: str) -> list[WeightSpec]:
-    hidden, theirs = shape.hidden_size, f"{prefix}midlayer"
+def _eagle_specs(shape: ModelShape, head: Head, prefix: str, layer_name: str) -> list[WeightSpec]:
+    hidden, theirs = shape.hidden_size, f"{prefix}{layer_name}"
     query, key = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     widths = {"q_proj": query, "k_proj": key, "v_proj": key}
     parts = tuple(WeightPart(f"{theirs}.self_attn.{name}.weight", (each, 2 * hidden)) for name, each in widths.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from llm_serving.config.lookup import refuse_pickles
 from llm_serving.config.source import RawConfig
 from llm_serving.errors import CheckpointError
 from llm_serving.gguf.place import find_gguf
@@ -28,14 +29,18 @@ class Head:
     kind: str
     """Kind of the head: ``EAGLE`` or ``MTP``. It is the value of ``speculative_config.method``."""
     layers: tuple[int, ...]
-    """Numbers of the model's layers whose output the draft head reads. The head joins these hidden states in this
-    order.
+    """Numbers of the model's layers whose output the draft head reads. The first layer has the number 1. The head joins
+    these hidden states in this order.
     """
     hidden_size: int
     vocab_size: int
     """``hidden_size`` and ``vocab_size``: sizes of the model, not of the head."""
     shares_output: bool = False
     """Whether an MTP layer uses the model's embedding as its output layer."""
+    norm_before_residual: bool = False
+    """Whether the residual stream of an EAGLE-3 head begins with the normalised hidden state. Heads of ``speculators``
+    may have this form.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,7 @@ def read_draft_model(raw: RawConfig, path: Path, shape: ModelShape, *, has_weigh
     if draft.latent is not None or draft.experts is not None or draft.delta is not None:
         raise raw.error(_KEY, str(path), f"is a {draft.architecture}; a draft model must be dense, without experts")
     if has_weights and find_gguf(path) is None and not any(path.glob("*.safetensors")):
+        refuse_pickles(path)
         raise CheckpointError(f"{path}: there are no *.safetensors files and no GGUF file ({_KEY})")
     if not has_weights:
         return DraftModel(str(path), draft)

@@ -1,16 +1,22 @@
 """Reads draft heads of speculative decoding: EAGLE-3 heads from their own folders, MTP layers from the model's folder.
 
 The formats are those of the published checkpoints of EAGLE-3 (arXiv:2503.01840) and DeepSeek-V3 (arXiv:2412.19437).
+EAGLE-3 heads have three similar formats: that of the authors, that of SGLang and SpecForge, and that of the project
+``speculators``.
 """
 
 from __future__ import annotations
 
+import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
 from llm_serving.config.draft_model import EAGLE, MTP, DraftModel, Head
+from llm_serving.config.lookup import torch_pickles
 from llm_serving.config.source import RawConfig
 from llm_serving.errors import CheckpointError
+from llm_serving.formats.safetensors_header import tensor_shapes
 from llm_serving.formats.small_files import read_json_object
 from llm_serving.formats.typed_fields import TypedFields
 from llm_serving.gguf.place import find_gguf
@@ -19,12 +25,19 @@ from llm_serving.model.shape import MAX_CONFIG_JSON_BYTES, MAX_HIDDEN_SIZE, Mode
 
 _METHOD, _MODEL = "speculative_config.method", "speculative_config.model"
 _ARCHITECTURE = "LlamaForCausalLM"
-"""Name of the architecture of an EAGLE-3 head, for models of every family: its layer is a Llama layer."""
-_LEAST_LAYERS = 4
-"""Minimum number of layers of a model with an EAGLE-3 head. With fewer layers, one of the three layer numbers that
-``_eagle_layers`` returns would be below 1, and no layer has this number.
+"""Name of the architecture of an EAGLE-3 head, for models of every family: its layer is a Llama layer. The heads of the
+authors of EAGLE-3 state this name.
 """
-_UNSUPPORTED_FLAGS = ("norm_before_residual", "tie_word_embeddings", "bias", "mlp_bias")
+_NESTED = "transformer_layer_config"
+"""Key of ``config.json`` under which ``speculators`` states the sizes of the layer."""
+_NUM_LAYERS, _LAYER_IDS = 3, "eagle_aux_hidden_state_layer_ids"
+"""An EAGLE-3 head reads the output of three of the model's layers. A key of ``config.json`` may state their numbers."""
+_LEAST_LAYERS = 4
+"""Minimum number of layers of a model whose EAGLE-3 head states no numbers of layers. With fewer layers, one of the
+three numbers that ``_usual_layers`` returns would be below 1, and no layer has this number.
+"""
+_UNSUPPORTED_OF_LAYER = ("tie_word_embeddings", "bias", "mlp_bias")
+_UNSUPPORTED_OF_HEAD = ("norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad")
 _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -34,28 +47,26 @@ def read_eagle_head(raw: RawConfig, path: Path, shape: ModelShape, *, has_weight
     ``has_weights`` is False if all weights are random. Raises ConfigError if the head does not fit the model. Raises
     CheckpointError if its files cannot be used.
     """
-    _check_target(raw, shape, EAGLE)
+    if shape.gemma is not None:
+        problem = (
+            f"cannot be used with a {shape.architecture}: a head needs the model's embedding without the scale that "
+            "Gemma's embedding has here; set auto or off"
+        )
+        raise raw.error(_METHOD, EAGLE, problem)
     if not path.is_dir():
         raise raw.error(_MODEL, str(path), "is not a folder; an EAGLE-3 head has a folder with config.json")
     values = read_json_object(path / "config.json", MAX_CONFIG_JSON_BYTES, CheckpointError)
-    fields = TypedFields(str(path / "config.json"), values, CheckpointError)
-    if not any("eagle3" in name.lower() for name in fields.names("architectures")):
-        raise fields.fail("architectures", "must name an EAGLE-3 head, for example LlamaForCausalLMEagle3")
-    _check_sizes(fields, shape)
-    _check_layers(fields, shape)
-    guessed = fields.integer("draft_vocab_size", shape.vocab_size, 1, shape.vocab_size)
-    own = {key: value for key, value in values.items() if key not in _TOKEN_KEYS}
-    own |= {"architectures": [_ARCHITECTURE], "vocab_size": guessed}
-    head_shape = shape_of_fields(
-        TypedFields(fields.source, own, CheckpointError), TypedFields(fields.source, {}, CheckpointError)
-    )
-    # Published heads state short contexts, because they were trained on short texts. Their rotary embedding also works
-    # for longer contexts.
-    head_shape = replace(head_shape, max_position_embeddings=shape.max_positions)
-    layers = _eagle_layers(shape)
-    if has_weights and not any(path.glob("*.safetensors")):
-        raise CheckpointError(f"{path}: there are no *.safetensors files; convert pytorch_model.bin to safetensors")
-    return DraftModel(str(path), head_shape, head=Head(EAGLE, layers, shape.hidden_size, shape.vocab_size))
+    whole = TypedFields(str(path / "config.json"), values, CheckpointError)
+    is_plain = _has_plain_name(whole)
+    sizes = _layer_fields(whole)
+    _check_sizes(whole, sizes, shape, is_plain=is_plain)
+    layers = _read_layers(whole, shape)
+    head_shape = _head_shape(sizes, whole.integer("draft_vocab_size", shape.vocab_size, 1, shape.vocab_size), shape)
+    normed = whole.boolean("norm_before_residual", _NESTED in whole)
+    if has_weights:
+        _check_files(path, is_plain=is_plain)
+    head = Head(EAGLE, layers, shape.hidden_size, shape.vocab_size, norm_before_residual=normed)
+    return DraftModel(str(path), head_shape, head=head)
 
 
 def read_mtp_layer(raw: RawConfig, folder: Path | None, shape: ModelShape, *, has_weights: bool) -> DraftModel:
@@ -63,7 +74,6 @@ def read_mtp_layer(raw: RawConfig, folder: Path | None, shape: ModelShape, *, ha
 
     ``has_weights`` is False if all weights are random. Raises ConfigError if the model has no MTP layer.
     """
-    _check_target(raw, shape, MTP)
     if not shape.num_extra_layers:
         problem = "needs MTP layers, and config.json of the model states none (num_nextn_predict_layers); set auto"
         raise raw.error(_METHOD, MTP, problem)
@@ -78,43 +88,132 @@ def read_mtp_layer(raw: RawConfig, folder: Path | None, shape: ModelShape, *, ha
     return DraftModel(str(folder), own, stored_weight_format(folder), stored_weight_group(folder), head=head)
 
 
-def _check_target(raw: RawConfig, shape: ModelShape, method: str) -> None:
-    if shape.gemma is not None:
-        raise raw.error(_METHOD, method, f"cannot be used with a {shape.architecture}; set auto or off")
+def _has_plain_name(whole: TypedFields) -> bool:
+    """Returns True if ``architectures`` names no EAGLE-3 head but a Llama, as the heads of the authors of EAGLE-3 do.
+
+    ``draft_vocab_size`` distinguishes these heads from complete models. Raises an error for all other names.
+    """
+    names = whole.names("architectures")
+    if any("eagle3" in name.lower() for name in names):
+        return False
+    if _ARCHITECTURE not in names or "draft_vocab_size" not in whole:
+        problem = (
+            "must name an EAGLE-3 head, for example LlamaForCausalLMEagle3, or must be LlamaForCausalLM with a "
+            "draft_vocab_size; a complete model needs speculative_config.method: draft"
+        )
+        raise whole.fail("architectures", problem)
+    return True
 
 
-def _check_sizes(fields: TypedFields, shape: ModelShape) -> None:
-    """Checks that the head has the sizes of the model, and exactly one layer of the known form."""
-    for key in ("hidden_size", "target_hidden_size"):
-        if fields.integer(key, shape.hidden_size, 1, MAX_HIDDEN_SIZE) != shape.hidden_size:
-            raise fields.fail(key, f"must be {shape.hidden_size} as in the model, whose embedding the head uses")
-    if fields.value("vocab_size") != shape.vocab_size:
-        raise fields.fail("vocab_size", f"must be {shape.vocab_size} as in the model; the head is for another model")
-    if fields.integer("num_hidden_layers", 1, 1, 1 << 10) != 1:
-        raise fields.fail("num_hidden_layers", "must be 1; heads with several layers are not supported")
-    for key in _UNSUPPORTED_FLAGS:
-        if fields.boolean(key, False):
-            raise fields.fail(key, "is not supported; only false is")
+def _layer_fields(whole: TypedFields) -> TypedFields:
+    """Returns the part of ``config.json`` with the sizes of the head's layer.
+
+    ``speculators`` copies ``tie_word_embeddings`` from the model. But its heads always have their own output layer.
+    """
+    if _NESTED not in whole:
+        return whole
+    whole.text("speculators_model_type", "eagle3", ("eagle3",))
+    nested = whole.mapping(_NESTED)
+    nested.text("model_type", "llama", ("llama",))
+    return nested.with_value("tie_word_embeddings", False)
 
 
-def _eagle_layers(shape: ModelShape) -> tuple[int, int, int]:
-    """Returns the numbers of the three layers after which an EAGLE-3 head reads a hidden state of the model."""
+def _check_sizes(whole: TypedFields, sizes: TypedFields, shape: ModelShape, *, is_plain: bool) -> None:
+    """Checks that the head has the sizes of the model, and exactly one layer of the known form.
+
+    ``is_plain`` is the result of ``_has_plain_name``. Heads of the authors of EAGLE-3 always have one layer, but their
+    ``num_hidden_layers`` may be that of the model.
+    """
+    for place, key in ((sizes, "hidden_size"), (whole, "target_hidden_size")):
+        if place.integer(key, shape.hidden_size, 1, MAX_HIDDEN_SIZE) != shape.hidden_size:
+            raise place.fail(key, f"must be {shape.hidden_size} as in the model, whose embedding the head uses")
+    if sizes.value("vocab_size") != shape.vocab_size:
+        raise sizes.fail("vocab_size", f"must be {shape.vocab_size} as in the model; the head is for another model")
+    if sizes.integer("num_hidden_layers", 1, 1, 1 << 10) != 1 and not is_plain:
+        raise sizes.fail("num_hidden_layers", "must be 1; heads with several layers are not supported")
+    nested = whole.mapping("eagle_config")
+    for place, keys in (
+        (sizes, _UNSUPPORTED_OF_LAYER),
+        (whole, _UNSUPPORTED_OF_HEAD),
+        (nested, _UNSUPPORTED_OF_HEAD),
+    ):
+        for key in keys:
+            if place.boolean(key, False):
+                raise place.fail(key, "is not supported; only false is")
+    if not nested.boolean("use_aux_hidden_state", True):
+        raise nested.fail("use_aux_hidden_state", "is not supported; only true is")
+
+
+def _head_shape(sizes: TypedFields, num_guessed: int, shape: ModelShape) -> ModelShape:
+    """Returns the sizes of the head's layer. The head guesses ``num_guessed`` different tokens.
+
+    Published heads state short contexts, because they were trained on short texts. Their rotary embedding also works
+    for longer contexts, so the result has the contexts of the model.
+    """
+    own = {key: sizes.value(key) for key in sizes.keys() if key not in _TOKEN_KEYS}  # noqa: SIM118  (no dict)
+    own |= {"architectures": [_ARCHITECTURE], "vocab_size": num_guessed, "num_hidden_layers": 1}
+    no_generation = TypedFields(sizes.source, {}, CheckpointError)
+    found = shape_of_fields(TypedFields(sizes.source, own, CheckpointError), no_generation)
+    return replace(found, max_position_embeddings=shape.max_positions)
+
+
+def _usual_layers(shape: ModelShape) -> tuple[int, int, int]:
+    """Returns the numbers of the three layers whose output an EAGLE-3 head reads by default.
+
+    A layer's number is the number of layers up to it, so the first layer has the number 1.
+    """
     return 2, shape.num_layers // 2, shape.num_layers - 3
 
 
-def _check_layers(fields: TypedFields, shape: ModelShape) -> None:
-    """Raises an error unless the head reads the hidden states after the usual layers (``_eagle_layers``).
+def _read_layers(whole: TypedFields, shape: ModelShape) -> tuple[int, ...]:
+    """Returns the numbers of the layers whose output the head reads, counted as in ``_usual_layers``.
 
-    Some config files list numbers of layers. A number names the last layer before the hidden state or the first layer
-    after it, because programs count differently. Both are accepted.
+    ``speculators`` and vLLM count in the same way. SGLang and SpecForge state the numbers under ``eagle_config``, and
+    their first layer has the number 0. Some converted files have numbers of the other count. So if the numbers are
+    those of the usual layers in either count, the usual layers are meant.
     """
-    if shape.num_layers < _LEAST_LAYERS:
-        raise fields.fail(
-            "num_hidden_layers", f"the model has {shape.num_layers} layers; an EAGLE-3 head needs {_LEAST_LAYERS}"
-        )
-    key, usual = "eagle_aux_hidden_state_layer_ids", _eagle_layers(shape)
-    nested = fields.mapping("eagle_config")
-    for place in (fields, nested):
-        stated = place.value(key)
-        if stated is not None and stated not in (list(usual), [layer - 1 for layer in usual]):
-            raise place.fail(key, f"is not supported; only {list(usual)}, the usual layers of such a model")
+    usual, has_usual = _usual_layers(shape), shape.num_layers >= _LEAST_LAYERS
+    for place, first in ((whole, 1), (whole.mapping("eagle_config"), 0)):
+        stated = place.value(_LAYER_IDS)
+        if stated is None:
+            continue
+        if has_usual and stated in (list(usual), [layer - 1 for layer in usual]):
+            return usual
+        return _checked_layers(place, shape, first)
+    if not has_usual:
+        problem = f"must be stated, as the model has {shape.num_layers} layers, fewer than {_LEAST_LAYERS}"
+        raise whole.fail(_LAYER_IDS, problem)
+    return usual
+
+
+def _checked_layers(place: TypedFields, shape: ModelShape, first: int) -> tuple[int, ...]:
+    """Returns the numbers of layers that ``place`` states. There, the model's first layer has the number ``first``."""
+    stated, last = place.value(_LAYER_IDS), first + shape.num_layers - 1
+    if not isinstance(stated, list) or len(stated) != _NUM_LAYERS or not all(type(each) is int for each in stated):
+        raise place.fail(_LAYER_IDS, f"must be a list of {_NUM_LAYERS} numbers of layers")
+    if not all(first <= each <= last for each in stated):
+        raise place.fail(_LAYER_IDS, f"every number must be from {first} to {last}, a layer of the model")
+    return tuple(each - first + 1 for each in stated)
+
+
+def _check_files(path: Path, *, is_plain: bool) -> None:
+    """Raises CheckpointError if the folder of an EAGLE-3 head has no safetensors.
+
+    With ``is_plain``, also checks that the folder has a tensor which only heads have.
+    """
+    if any(path.glob("*.safetensors")):
+        if is_plain and not tensor_shapes(path, ("fc.weight", "model.fc.weight")):
+            problem = "there is no tensor fc.weight, so this is not an EAGLE-3 head"
+            raise CheckpointError(f"{path}: {problem}; a complete model needs speculative_config.method: draft")
+        return
+    pickles = torch_pickles(path)
+    if not pickles:
+        raise CheckpointError(f"{path}: there are no *.safetensors files with the weights of the head ({_MODEL})")
+    program = (
+        "import torch, safetensors.torch as s; s.save_file({n: t.contiguous().clone() for n, t in "
+        f'torch.load({json.dumps(pickles[0])}, weights_only=True, map_location="cpu").items()}}, "model.safetensors")'
+    )
+    raise CheckpointError(
+        f"{path / pickles[0]}: PyTorch pickles are not loaded, as they can run code; convert the file where torch and "
+        f"safetensors are installed: cd {shlex.quote(str(path))} && python -c {shlex.quote(program)}"
+    )

@@ -6,13 +6,14 @@ import difflib
 import importlib.util
 from pathlib import Path
 
-from llm_serving.errors import ConfigError
+from llm_serving.errors import CheckpointError, ConfigError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 DATA_ROOTS = (_PACKAGE.parent, _PACKAGE / "_data")
 """Folders in which ``configs/`` and ``models/`` are searched: the repository, and the data of an installed package."""
 
 PACKAGE_PREFIX = "package:"
+_TORCH_PATTERNS = ("*.bin", "*.pt", "*.pth")
 
 
 def find_config_file(name: str) -> Path:
@@ -58,6 +59,24 @@ def find_path(name: str, config_folder: Path) -> Path | None:
         if _exists(candidate):
             return candidate.resolve()
     return None
+
+
+def torch_pickles(folder: Path) -> list[str]:
+    """Returns the names of the files in a model folder that PyTorch has written with pickle, sorted."""
+    return sorted(file.name for pattern in _TORCH_PATTERNS for file in folder.glob(pattern))
+
+
+def refuse_pickles(folder: Path) -> None:
+    """Raises CheckpointError with the way to convert them if a model folder has PyTorch pickles.
+
+    The caller knows that the folder has no safetensors.
+    """
+    if pickles := torch_pickles(folder):
+        raise CheckpointError(
+            f"{folder / pickles[0]}: PyTorch pickles are not loaded, as they can run code; convert the folder with "
+            "transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER, "
+            "safe_serialization=True)"
+        )
 
 
 def _package_folder(name: str) -> Path | None:

@@ -21,6 +21,10 @@ from performance.models.variants import FAMILY_VARIANTS, Variant
 
 GUESSED_TOKENS = 160
 """Number of tokens that a seeded EAGLE-3 head can guess."""
+SPECULATORS_LAYERS = (1, 4, 8)
+"""Numbers of the model's layers whose output a seeded head of ``speculators`` reads. The last one is the model's last
+layer.
+"""
 
 
 def mtp_variant() -> Variant:
@@ -58,16 +62,32 @@ def write_mtp_model(folder: Path, variant: Variant) -> None:
 
 
 def write_eagle_head(folder: Path, variant: Variant) -> None:
-    """Writes an EAGLE-3 head for the model of ``variant``, in the published format."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Writes an EAGLE-3 head for the model of ``variant``, in the format of SGLang and SpecForge."""
     config = eagle_config(variant.config)
+    _write_head(folder, config, _eagle_shapes(config, "midlayer"), variant)
+
+
+def write_speculators_head(folder: Path, variant: Variant) -> None:
+    """Writes an EAGLE-3 head for the model of ``variant``, in the format of ``speculators``. Its residual stream begins
+    with the normalised hidden state.
+    """
+    config = speculators_config(variant.config)
+    shapes = _eagle_shapes({**config["transformer_layer_config"], **config}, "layers.0")
+    size = variant.config["vocab_size"], variant.config["hidden_size"]
+    _write_head(folder, config, shapes | {"embed_tokens.weight": size}, variant)
+
+
+def _write_head(
+    folder: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], variant: Variant
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    tensors = _tensors(_eagle_shapes(config), variant)
-    tokens = guessed_tokens(config)
-    is_guessed = np.zeros(config["vocab_size"], np.bool_)
+    vocabulary = variant.config["vocab_size"]
+    tokens = guessed_tokens({"vocab_size": vocabulary, "draft_vocab_size": config["draft_vocab_size"]})
+    is_guessed = np.zeros(vocabulary, np.bool_)
     is_guessed[tokens] = True
-    tensors |= {"d2t": tokens - np.arange(tokens.size), "t2d": is_guessed}
-    write_safetensors(folder / "model.safetensors", tensors)
+    offsets = {"d2t": tokens - np.arange(tokens.size), "t2d": is_guessed}
+    write_safetensors(folder / "model.safetensors", _tensors(shapes, variant) | offsets)
 
 
 def eagle_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,6 +98,22 @@ def eagle_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", **shared, **own, **other}
 
 
+def speculators_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns ``config.json`` of a head of ``speculators`` for a model, with the sizes of ``eagle_config``."""
+    layer = eagle_config(config)
+    layer.pop("architectures")
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "draft_vocab_size": layer.pop("draft_vocab_size"),
+        "eagle_aux_hidden_state_layer_ids": list(SPECULATORS_LAYERS),
+        "norm_before_residual": True,
+        "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "model"}},
+        "speculators_model_type": "eagle3",
+        "target_hidden_size": None,
+        "transformer_layer_config": layer,
+    }
+
+
 def guessed_tokens(config: Mapping[str, Any]) -> Array:
     """Returns the tokens that a seeded EAGLE-3 head can guess, ascending, int64."""
     spread = np.linspace(0, config["vocab_size"] - 1, config["draft_vocab_size"])
@@ -85,10 +121,10 @@ def guessed_tokens(config: Mapping[str, Any]) -> Array:
     return tokens
 
 
-def _eagle_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def _eagle_shapes(config: Mapping[str, Any], layer: str) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a head's tensors by name. ``layer`` is the name of its layer."""
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     query, key = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    layer = "midlayer"
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, 3 * hidden),
         f"{layer}.self_attn.q_proj.weight": (query, 2 * hidden),

@@ -90,7 +90,8 @@ class Heads:
 def driver_of(method: str, dtype: str, op_table: str, folder: Path, *, counting: bool = False) -> StepDriver:
     """Returns an agent with a head. With an MTP layer, the agent also has a hand-over pool unless ``counting``."""
     model, head = write_heads(method, folder, counting=counting)
-    settings = {"speculative_config.method": method, "speculative_config.max_draft_tokens": WIDTH}
+    name = "mtp" if method == "mtp" else "eagle"
+    settings = {"speculative_config.method": name, "speculative_config.max_draft_tokens": WIDTH}
     if head is not None:
         settings["speculative_config.model"] = str(head)
     if counting or method != "mtp":
@@ -117,7 +118,7 @@ def main(method: str, dtype: str, op_table: str, folder: str) -> dict[str, Any]:
     found["behind a copy"] = runs.generate(4, [70, *range(71, 76)], 5, 2, CHUNK, copy)
     if method == "mtp":
         found["handed over"] = runs.continue_handed(5, list(range(90, 96)), list(range(110, 116)))
-    if dtype == "float32":
+    if dtype == "float32" and method != "speculators":
         driver = driver_of(method, dtype, op_table, Path(folder) / "counting", counting=True)
         counting = Heads(driver, {"prompt": list(range(40, 61)), "tokens": [0] * 40})
         found["counting"] = counting.generate(0, first, 0, 0)

@@ -25,8 +25,10 @@ LEAST_EQUAL = 0.9
         [
             ("mtp", "float32", "fused"),
             ("eagle", "float32", "fused"),
+            ("speculators", "float32", "fused"),
             ("mtp", "bfloat16", "native"),
             ("eagle", "bfloat16", "native"),
+            ("speculators", "bfloat16", "native"),
         ],
         lambda method, dtype, op_table: op_table == "native",
     ),

@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from llm_serving.config import Config, load_config
 from llm_serving.errors import CheckpointError, ConfigError
 from llm_serving.planning.machine import Machine
 from llm_serving.planning.memory_plan import GIB, estimate_memory
-from performance.models.heads import eagle_config, eagle_variant, mtp_variant
+from performance.models.heads import eagle_config, eagle_variant, mtp_variant, speculators_config
+from performance.models.variants import FAMILY_VARIANTS
 from support.model_folders import write_model_folder
 
 PLENTY = Machine(1000 * GIB, "test machine", num_cores=2)
@@ -27,7 +31,10 @@ def load(
     ascend: bool = False,
     **model: Any,
 ) -> Config:
-    """Loads the config of a small model with a head. ``head`` and ``model`` change their ``config.json``."""
+    """Loads the config of a small model with a head. ``head`` and ``model`` change their ``config.json``.
+
+    With ``files`` in ``head``, the head's folder has these empty files instead of ``model.safetensors``.
+    """
     variant = mtp_variant() if method == "mtp" else eagle_variant()
     folder = write_model_folder(tmp_path / "model", **{**variant.config_json(), **model})
     given = [f"model_config.model_path={folder}", f"speculative_config.method={method}", *overrides]
@@ -35,8 +42,8 @@ def load(
         own = tmp_path / "head"
         own.mkdir(parents=True)
         (own / "config.json").write_text(json.dumps(eagle_config(variant.config) | (head or {})), encoding="utf-8")
-        if (head or {}).get("weights", True):
-            (own / "model.safetensors").touch()
+        for name in (head or {}).get("files", ["model.safetensors"]):
+            (own / name).touch()
         given.append(f"speculative_config.model={own}")
     return load_config("llama_tiny_cpu.yaml", given, ascend=ascend)
 
@@ -53,6 +60,85 @@ def test_an_eagle_head_takes_three_hidden_states(tmp_path: Path) -> None:
     assert own.max_model_len == config.max_model_len == 512, "config.json of the head states 128"
     assert own.pa_config.num_blocks == config.pa_config.num_blocks + config.max_num_seqs
     assert Config.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("stated", "layers"),
+    [
+        ({}, (2, 4, 5)),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}, (2, 4, 5)),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, (2, 4, 5)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}}, (2, 4, 5)),
+        ({"eagle_aux_hidden_state_layer_ids": [8, 1, 3]}, (8, 1, 3)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 7]}}, (1, 4, 8)),
+    ],
+)
+def test_a_head_reads_the_layers_that_it_states(
+    stated: dict[str, Any], layers: tuple[int, ...], tmp_path: Path
+) -> None:
+    """At the top level, the first layer has the number 1. In ``eagle_config``, it has the number 0. The usual layers
+    are known in both counts.
+    """
+    config = load(tmp_path, "eagle", head=stated)
+    assert config.draft is not None
+    assert config.draft.head is not None
+    assert config.draft.head.layers == layers
+    assert config.tapped_layers == tuple(sorted(layers))
+
+
+def test_a_model_with_few_layers_has_a_head_that_states_its_layers(tmp_path: Path) -> None:
+    config = load(tmp_path, "eagle", head={"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, num_hidden_layers=3)
+    assert config.tapped_layers == (1, 2, 3)
+
+
+def test_a_head_of_the_authors_has_the_name_of_a_llama(tmp_path: Path) -> None:
+    """Their ``num_hidden_layers`` may be that of the model. Only heads have the tensor ``fc.weight``."""
+    changes = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 40}
+    with pytest.raises(CheckpointError, match=r"there is no tensor fc\.weight, so this is not an EAGLE-3 head"):
+        load(tmp_path / "complete", "eagle", head=changes)
+    save_file({"fc.weight": np.zeros((1, 1), np.float32)}, tmp_path / "fc.safetensors")
+    with pytest.raises(CheckpointError, match="there is no tensor"):
+        load(tmp_path, "eagle", head=changes)
+    head, model = tmp_path / "head", tmp_path / "model"
+    (tmp_path / "fc.safetensors").rename(head / "model.safetensors")
+    given = [f"model_config.model_path={model}", "speculative_config.method=eagle", f"speculative_config.model={head}"]
+    config = load_config("llama_tiny_cpu.yaml", given, ascend=False)
+    own = config.draft_config()
+    assert (own.shape.num_layers, own.shape.vocab_size, own.shape.architecture) == (1, 160, "LlamaForCausalLM")
+
+
+def test_a_head_of_speculators_nests_the_sizes_of_its_layer(tmp_path: Path) -> None:
+    nested = speculators_config(eagle_variant().config)
+    tied = nested | {"transformer_layer_config": nested["transformer_layer_config"] | {"tie_word_embeddings": True}}
+    flat = dict.fromkeys(eagle_config(eagle_variant().config))
+    config = load(tmp_path, "eagle", head=flat | tied)
+    assert config.draft is not None
+    assert config.draft.head is not None
+    assert (config.draft.head.layers, config.draft.head.norm_before_residual) == ((1, 4, 8), True)
+    own, plain = config.draft_config().shape, load(tmp_path / "plain", "eagle").draft_config().shape
+    assert own == plain
+    assert Config.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize(("stated", "normed"), [(None, False), (False, False), (True, True)])
+def test_the_residual_stream_of_a_head_may_begin_with_the_normalised_state(
+    stated: bool | None, normed: bool, tmp_path: Path
+) -> None:
+    config = load(tmp_path, "eagle", head={"norm_before_residual": stated})
+    assert config.draft is not None
+    assert config.draft.head is not None
+    assert config.draft.head.norm_before_residual == normed
+
+
+def test_an_error_about_a_pickle_has_the_command_that_converts_it(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"PyTorch pickles are not loaded, as they can run code") as caught:
+        load(tmp_path / "a folder", "eagle", head={"files": ["pytorch_model.bin"]})
+    command = str(caught.value).partition("are installed: ")[2]
+    words = shlex.split(command)
+    assert words[:5] == ["cd", str(tmp_path / "a folder" / "head"), "&&", "python", "-c"]
+    compile(words[5], "command", "exec")
+    assert "torch.load(\"pytorch_model.bin\", weights_only=True" in words[5]
+    assert "\"model.safetensors\")" in words[5]
 
 
 def test_an_mtp_layer_takes_the_last_hidden_state_and_has_experts(tmp_path: Path) -> None:
@@ -91,14 +177,47 @@ def test_one_agent_of_a_group_has_the_head_and_the_whole_embedding(tmp_path: Pat
     [
         ("mtp", [], {"num_nextn_predict_layers": 0}, "config.json of the model states none (num_nextn_predict_layers)"),
         ("mtp", ["parallel_config.pipeline_parallel=2"], {}, "cannot be used with stages of a pipeline"),
-        ("eagle", [], {"num_hidden_layers": 3}, "the model has 3 layers; an EAGLE-3 head needs 4"),
+        ("eagle", [], {"num_hidden_layers": 3}, "must be stated, as the model has 3 layers, fewer than 4"),
+        (
+            "eagle",
+            [],
+            FAMILY_VARIANTS["gemma3"].config_json(),
+            "cannot be used with a Gemma3ForCausalLM: a head needs the model's embedding without the scale that Gemma",
+        ),
         ("eagle", [], {"hidden_size": 64}, "hidden_size = 96: must be 64 as in the model"),
         ("eagle", [], {"vocab_size": 500}, "vocab_size = 419: must be 500 as in the model"),
-        ("eagle", [], {"head": {"architectures": ["LlamaForCausalLM"]}}, "must name an EAGLE-3 head"),
+        (
+            "eagle",
+            [],
+            {"head": {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": None}},
+            "must name an EAGLE-3 head, for example LlamaForCausalLMEagle3, or must be LlamaForCausalLM with a draft_",
+        ),
+        ("eagle", [], {"head": {"architectures": ["Qwen3ForCausalLM"]}}, "must name an EAGLE-3 head"),
         ("eagle", [], {"head": {"num_hidden_layers": 2}}, "must be 1; heads with several layers are not supported"),
-        ("eagle", [], {"head": {"norm_before_residual": True}}, "norm_before_residual = True: is not supported"),
-        ("eagle", [], {"head": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}, "only [2, 4, 5], the usual layers"),
-        ("eagle", [], {"head": {"weights": False}}, "convert pytorch_model.bin to safetensors"),
+        ("eagle", [], {"head": {"norm_before_fc": True}}, "norm_before_fc = True: is not supported"),
+        (
+            "eagle",
+            [],
+            {"head": {"eagle_config": {"norm_before_fc": True}}},
+            "eagle_config.norm_before_fc = True: is not supported",
+        ),
+        (
+            "eagle",
+            [],
+            {"head": {"eagle_config": {"use_aux_hidden_state": False}}},
+            "use_aux_hidden_state = False: is not supported",
+        ),
+        ("eagle", [], {"head": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}, "every number must be from 1 to 8"),
+        (
+            "eagle",
+            [],
+            {"head": {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 8]}}},
+            "every number must be from 0 to 7",
+        ),
+        ("eagle", [], {"head": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}, "must be a list of 3 numbers of layers"),
+        ("eagle", [], {"head": {"transformer_layer_config": {"model_type": "qwen3"}}}, "only llama"),
+        ("eagle", [], {"head": {"speculators_model_type": "mtp", "transformer_layer_config": {}}}, "only eagle3"),
+        ("eagle", [], {"head": {"files": []}}, "there are no *.safetensors files with the weights of the head"),
         (
             "eagle",
             ["model_config.op_table=native", "model_config.model_dtype=bfloat16", "model_config.kv_format=int8"],

@@ -20,7 +20,14 @@ from safetensors.numpy import load_file, save_file
 
 from agent.weights.storage import to_float32
 from performance.models.folders import write_model
-from performance.models.heads import eagle_config, eagle_variant, mtp_variant, write_eagle_head, write_mtp_model
+from performance.models.heads import (
+    eagle_config,
+    eagle_variant,
+    mtp_variant,
+    write_eagle_head,
+    write_mtp_model,
+    write_speculators_head,
+)
 from support.small_configs import TINY_LLAMA, write_json
 
 Floats = npt.NDArray[np.float32]
@@ -30,7 +37,10 @@ _SHARP = 100.0
 
 
 def write_heads(method: str, folder: Path, *, counting: bool = False) -> tuple[Path, Path | None]:
-    """Writes the model for a method, and its head. Returns both folders; an MTP layer is in the model's folder."""
+    """Writes the model for a method, and its head. Returns both folders; an MTP layer is in the model's folder.
+
+    ``method`` is ``mtp``, ``eagle``, or ``speculators`` for an EAGLE-3 head in the format of ``speculators``.
+    """
     model, head = folder / "model", folder / "head"
     if method == "mtp":
         write_mtp_model(model, replace(mtp_variant(), dtype="float32") if counting else mtp_variant())
@@ -38,7 +48,7 @@ def write_heads(method: str, folder: Path, *, counting: bool = False) -> tuple[P
             _make_mtp_count(model)
         return model, None
     write_model(eagle_variant(), model)
-    write_eagle_head(head, eagle_variant())
+    (write_speculators_head if method == "speculators" else write_eagle_head)(head, eagle_variant())
     if counting:
         embedding, output = _make_count(model / "model.safetensors")
         write_copying_head(head, model, embedding, output)

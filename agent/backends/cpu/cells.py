@@ -114,7 +114,10 @@ class AddNormLinear(nn.Cell):
 
 
 class JoinNorms(nn.Cell):
-    """Applies RMSNorm to each of two matrices, and joins the two results along the columns."""
+    """Applies RMSNorm to each of two matrices, and joins the two results along the columns.
+
+    The operator ``JoinNormsKeepSecond`` also gives the second result alone.
+    """
 
     def __init__(self, join_norms: Operator, epsilon: float) -> None:
         super().__init__()
@@ -123,7 +126,7 @@ class JoinNorms(nn.Cell):
 
     def construct(
         self, first: Tensor, second: Tensor, first_gamma: Tensor, second_gamma: Tensor, step: tuple[Tensor, ...]
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         return self.join_norms(first, second, first_gamma, second_gamma, self.epsilon, step[4])
 
 

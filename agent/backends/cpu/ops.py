@@ -126,7 +126,9 @@ class FusedCpuOps(OpTable):
             return _cells().NormLinear(self._rows("NormLinear", out_features), epsilon)
         return _cells().AddNormLinear(self._rows("AddNormLinear", out_features, self._hidden_size), epsilon)
 
-    def join_norms(self, width: int, epsilon: float) -> Operator:
+    def join_norms(self, width: int, epsilon: float, *, keeps_second: bool) -> Operator:
+        if keeps_second:
+            return _cells().JoinNorms(self._rows("JoinNormsKeepSecond", 2 * width, width), epsilon)
         return _cells().JoinNorms(self._rows("JoinNorms", 2 * width), epsilon)
 
     def linear(self, out_features: int) -> Operator:

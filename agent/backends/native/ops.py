@@ -169,8 +169,8 @@ class NativeOps(OpTable):
     def result_norm(self, epsilon: float) -> Operator:
         return ResultNorm(epsilon)
 
-    def join_norms(self, width: int, epsilon: float) -> Operator:
-        return _JoinNorms(epsilon)
+    def join_norms(self, width: int, epsilon: float, *, keeps_second: bool) -> Operator:
+        return _JoinNorms(epsilon, keeps_second=keeps_second)
 
     def linear(self, out_features: int) -> Operator:
         return _Linear(self.forms.layers, self.dtype, adapted=self._is_adapted)
@@ -312,15 +312,18 @@ class _AddNormLinear(nn.Cell):
 
 
 class _JoinNorms(nn.Cell):
-    def __init__(self, epsilon: float) -> None:
+    def __init__(self, epsilon: float, *, keeps_second: bool) -> None:
         super().__init__()
+        self.keeps_second = keeps_second
         self.first_norm, self.second_norm = RmsNorm(epsilon), RmsNorm(epsilon)
         self.join = ops.Concat(1)
 
     def construct(
         self, first: Tensor, second: Tensor, first_gamma: Tensor, second_gamma: Tensor, step: tuple[Tensor, ...]
-    ) -> Tensor:
-        return self.join((self.first_norm(first, first_gamma)[0], self.second_norm(second, second_gamma)[0]))
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        normed = self.second_norm(second, second_gamma)[0]
+        joined = self.join((self.first_norm(first, first_gamma)[0], normed))
+        return (joined, normed) if self.keeps_second else joined
 
 
 class _GatedMLP(nn.Cell):
