@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from llm_serving.config.config import Config
+from llm_serving.config.draft_model import EAGLE, MTP
 from llm_serving.config.source import RawConfig
 
 
@@ -22,8 +23,10 @@ def check_vision(raw: RawConfig, config: Config) -> None:
         problem = f"there are no embeddings, scores or classes of {architecture}; use generate"
         raise raw.error("model_config.task", config.model_config.task, problem)
     if config.draft is not None:
-        problem = f"a draft model cannot read the images of {architecture}; set auto or off"
-        raise raw.error("speculative_config.method", config.speculative_config.method, problem)
+        method = config.speculative_config.method
+        drafter = {EAGLE: "an EAGLE-3 head", MTP: "an MTP layer"}.get(method, "a draft model")
+        problem = f"{drafter} cannot read the images of {architecture}; set auto or off"
+        raise raw.error("speculative_config.method", method, problem)
     if processing is not None and processing.max_tiles(vision.image_size) > config.image_config.max_tiles:
         most = processing.max_tiles(vision.image_size)
         problem = f"an image of this model may have {most} tiles; set at least {most}"

@@ -12,8 +12,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from llm_serving.config.draft_model import EAGLE, MTP
 from llm_serving.config.source import RawConfig
 from llm_serving.model.shape import ModelShape
+
+_HEADS = {
+    EAGLE: "an EAGLE-3 head has not been run with the linear attention of {}",
+    MTP: "the MTP layer of {} (the tensors mtp.*) cannot be loaded yet",
+}
+"""For each method that needs a head, the reason why it is refused. ``{}`` stands for the model's architecture."""
 
 
 def for_states(
@@ -21,13 +28,13 @@ def for_states(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Returns ``sections`` with settings that work for the model, and notes for the log about replaced settings.
 
-    Raises ConfigError for the methods ``eagle`` and ``mtp``. No head for a model with linear attention can be loaded.
+    Raises ConfigError for the methods ``eagle`` and ``mtp``, which are not supported with linear attention yet.
     """
     if shape.delta is None:
         return dict(sections), ()
     scheduler, method = sections["scheduler_config"], sections["speculative_config"].method
-    if method in ("eagle", "mtp"):
-        problem = f"there are no heads for {shape.architecture}; use auto, draft or off"
+    if method in _HEADS:
+        problem = f"{_HEADS[method].format(shape.architecture)}; use auto, draft or off"
         raise raw.error("speculative_config.method", method, problem)
     notes = []
     prefix_cache = scheduler.prefix_cache

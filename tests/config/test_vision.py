@@ -17,6 +17,7 @@ from llm_serving.model.shape import ModelShape
 from llm_serving.model.vision import read_processing
 from llm_serving.planning.rank_memory import device_items
 from performance.models import qwen_vision
+from performance.models.heads import eagle_config
 from performance.models.vision import (
     IMAGE_TOKEN,
     PREPROCESSOR,
@@ -26,6 +27,7 @@ from performance.models.vision import (
     tensor_shapes,
     write_vision_model,
 )
+from support.model_folders import write_model_folder
 from support.small_configs import small_overrides, write_json
 
 
@@ -118,6 +120,23 @@ def test_settings_that_do_not_work_with_images_are_refused(
     with pytest.raises(ConfigError) as refused:
         load_config("llama_tiny_cpu.yaml", small_overrides(tmp_path, settings), ascend="Ascend" in override)
     assert phrase in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "phrase"),
+    [
+        ("draft", "a draft model cannot read the images of SmolVLMForConditionalGeneration; set auto or off"),
+        ("eagle", "an EAGLE-3 head cannot read the images of SmolVLMForConditionalGeneration; set auto or off"),
+    ],
+)
+def test_drafts_need_a_model_without_images(tmp_path: Path, model: Path, method: str, phrase: str) -> None:
+    folder = write_model_folder(tmp_path / "draft", vocab_size=TEXT["vocab_size"])
+    if method == "eagle":
+        write_json(folder / "config.json", eagle_config(TEXT) | {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]})
+    settings = [f"model_config.model_path={model}", *LENGTHS, f"speculative_config.method={method}"]
+    settings += [f"speculative_config.model={folder}", "model_config.model_dtype=float32"]
+    with pytest.raises(ConfigError, match=phrase):
+        load_config("llama_tiny_cpu.yaml", small_overrides(tmp_path, settings), ascend=False)
 
 
 LENGTHS = ("model_config.seq_length=[1024]", "model_config.max_generate_length=1024",
