@@ -70,6 +70,9 @@ class Drafter:
         scratch = config.scratch_blocks_per_seq
         self._scratch: Int32Array = np.arange(num_rows * scratch, dtype=np.int32).reshape(num_rows, scratch)
         self._scratch += cache.num_blocks
+        self._longest = network.config.max_model_len
+        """Number of positions for which the draft model can make drafts. It may have shorter contexts than the model.
+        """
         self._plain: list[tuple[Int32Array, ...]] = []
         """Copies of plain decode steps (without drafts). The tokens of these steps are not in ``self._rows`` yet."""
         self._is_off = False
@@ -205,13 +208,16 @@ class Drafter:
         self._rows.note_blocks(rows, contexts - 1, places // self._config.pa_config.block_size)
 
     def _lines(self, slot: StepSlot, inputs: StepInputs, counts: npt.NDArray[np.bool_]) -> list[Line]:
-        """Returns a ``Line`` for each sequence of the step for which the draft model can compute tokens."""
+        """Returns a ``Line`` for each sequence of the step for which the draft model can compute tokens.
+
+        A sequence that is longer than the contexts of the draft model gets none.
+        """
         lines: dict[int, Line] = {}
         for index in np.flatnonzero(counts).tolist():
             row, context = int(inputs.rows[index]), int(inputs.context_lens[index])
             computed, samples = int(self._rows.num_computed[row]), slot.sampled_ids[index] >= 0
             end = context + bool(samples)
-            if computed < 0 or context >= self._config.max_model_len or (computed >= end and not samples):
+            if computed < 0 or context >= self._longest or (computed >= end and not samples):
                 lines.pop(row, None)
                 continue
             table, num_own = self._table(row, context, inputs.block_tables[index])
@@ -261,7 +267,7 @@ class Drafter:
         """
         waiting = list(lines)
         while waiting:
-            left, chunks = self._config.max_num_batched_tokens, []
+            left, chunks = self._network.config.max_num_batched_tokens, []
             for line in waiting:
                 if left == 0:
                     break
@@ -279,7 +285,7 @@ class Drafter:
         """Extends the drafts of each sequence in ``lines`` from one draft to ``num_wanted``. Each further draft takes
         one pass of the draft model."""
         for number in range(1, num_wanted):
-            lines = [line for line in lines if line.end + number - 1 < self._config.max_model_len]
+            lines = [line for line in lines if line.end + number - 1 < self._longest]
             if not lines:
                 return
             for line in lines:

@@ -209,7 +209,7 @@ class HeadDrafter(Drafter):
             row, context = int(inputs.rows[index]), int(inputs.context_lens[index])
             lines.pop(row, None)
             samples = slot.sampled_ids[index] >= 0
-            if samples and self._rows.num_computed[row] >= 0 and context < self._config.max_model_len:
+            if samples and self._rows.num_computed[row] >= 0 and context < self._longest:
                 lines[row] = self._line(row, index)
         return list(lines.values())
 
@@ -232,7 +232,7 @@ class HeadDrafter(Drafter):
             if (line := self._continued(row, positions, states, wanted)) is not None
         ]
         while waiting:
-            left, chunks = self._config.max_num_batched_tokens, []
+            left, chunks = self._network.config.max_num_batched_tokens, []
             for line, states in waiting:
                 if left == 0:
                     break
@@ -293,7 +293,7 @@ class HeadDrafter(Drafter):
         and value of this draft again, with the hidden state of the model.
         """
         for number in range(num_wanted - 1):
-            lines = [line for line in lines if line.end + number < self._config.max_model_len]
+            lines = [line for line in lines if line.end + number < self._longest]
             if not lines:
                 return
             for line in lines:

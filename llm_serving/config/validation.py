@@ -277,12 +277,8 @@ def check_speculation(raw: RawConfig, config: Config) -> None:
 
 
 def _check_draft_model(raw: RawConfig, config: Config) -> None:
-    """Checks that a draft model or a head works with the other settings, and that a draft model has long enough
-    contexts.
-
-    The contexts of a head are not checked. Published heads state shorter contexts than the model, but have no limit.
-    """
-    method, draft, parallel = config.speculative_config.method, config.draft, config.parallel_config
+    """Checks that a draft model or a head works with the other settings."""
+    method, parallel = config.speculative_config.method, config.parallel_config
     obstacles = {
         "a model_config.model_type mindformers": config.model_config.model_type == "mindformers",
         "an Ascend, as it has not been run there": config.device == "Ascend",
@@ -294,13 +290,17 @@ def _check_draft_model(raw: RawConfig, config: Config) -> None:
     for obstacle, is_there in obstacles.items():
         if is_there:
             raise raw.error("speculative_config.method", method, f"cannot be used with {obstacle}; set auto or off")
-    assert draft is not None, "the resolver reads the draft model"
-    if draft.head is None and draft.shape.max_positions < config.max_model_len:
-        problem = (
-            f"has contexts of {draft.shape.max_positions} tokens, and sequences may have {config.max_model_len}; "
-            f"set pa_config.decode_seq_length to {draft.shape.max_positions} or less"
-        )
-        raise raw.error("speculative_config.model", draft.path, problem)
+
+
+def note_short_drafts(raw: RawConfig, config: Config) -> tuple[str, ...]:
+    """Returns a note for the log if the draft model has shorter contexts than the server."""
+    if config.draft is None or config.draft.head is not None:
+        return ()
+    longest = config.draft_config().max_model_len
+    if longest >= config.max_model_len:
+        return ()
+    problem = f"has contexts of {longest} tokens; longer sequences get no drafts of the draft model"
+    return (str(raw.error("speculative_config.model", config.draft.path, problem)),)
 
 
 def check_sharing(raw: RawConfig, config: Config) -> None:

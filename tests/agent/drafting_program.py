@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from step_driver import Move, Part, StepDriver  # noqa: E402
 
 from llm_serving.ipc.shm import HEADER, MoveKind  # noqa: E402
-from support.small_configs import TINY_LLAMA  # noqa: E402
+from support.small_configs import TINY_LLAMA, write_json  # noqa: E402
 from support.step_config import BLOCK_SIZE, make_config  # noqa: E402
 
 WIDTH = 5
 PROMPT = [5, 6, 7, 300, 301, 302] * 3
 LENGTH = 60
+SHORT = 40
+"""Contexts of a draft model that allows shorter ones than the server."""
 CHECK_INTERVAL = 3
 """Every third step computes its sequence again after the drafts (row check), if it is a decode step."""
 
@@ -71,13 +74,27 @@ class Drafting:
         return {"output": output, "drafts": [(count, draft) for count, draft in found if draft]}
 
 
-def main(dtype: str, op_table: str, kv: str) -> dict[str, Any]:
+def drafting_with(draft: Path, dtype: str, op_table: str, kv: str) -> Drafting:
     settings = {
         "speculative_config.method": "draft",
-        "speculative_config.model": TINY_LLAMA,
+        "speculative_config.model": draft,
         "speculative_config.max_draft_tokens": WIDTH,
     }
-    runs = Drafting(StepDriver(make_config(TINY_LLAMA, dtype, op_table, kv=kv, extra=settings)))
+    return Drafting(StepDriver(make_config(TINY_LLAMA, dtype, op_table, kv=kv, extra=settings)))
+
+
+def write_short_model(folder: Path) -> Path:
+    """Writes the tiny model with contexts of ``SHORT`` tokens. Returns the folder."""
+    for file in TINY_LLAMA.iterdir():
+        (folder / file.name).symlink_to(file)
+    config = json.loads((TINY_LLAMA / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").unlink()
+    write_json(folder / "config.json", config | {"max_position_embeddings": SHORT})
+    return folder
+
+
+def main(dtype: str, op_table: str, kv: str) -> dict[str, Any]:
+    runs = drafting_with(TINY_LLAMA, dtype, op_table, kv)
     first, second, third = list(range(1, 8)), list(range(20, 28)), list(range(40, 48))
     late = [0] * 20 + [WIDTH] * (LENGTH - 20)
     found = {"late": runs.generate(0, first, PROMPT, 0, late)}
@@ -94,6 +111,9 @@ def main(dtype: str, op_table: str, kv: str) -> dict[str, Any]:
     late = [0, 0] + [WIDTH] * 9
     table = [second[0], third[1], *range(80, 86)]
     found["sent tokens"] = runs.generate(6, table, known[:40], 2 * BLOCK_SIZE, late, sends_tokens=True)
+    with tempfile.TemporaryDirectory() as folder:
+        short = drafting_with(write_short_model(Path(folder)), dtype, op_table, kv)
+        found["short contexts"] = short.generate(0, first, PROMPT, 0, [WIDTH] * LENGTH)
     return found
 
 

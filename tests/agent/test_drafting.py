@@ -13,6 +13,8 @@ from support.json_program import printed_json
 from support.sweeps import with_sweeps
 
 PROGRAM = Path(__file__).with_name("drafting_program.py")
+PROMPT_LENGTH, WIDTH, SHORT = 18, 5, 40
+"""Values of the program: tokens of the prompt, drafts of a step, and contexts of the short draft model."""
 
 
 @pytest.mark.parametrize(
@@ -35,3 +37,19 @@ def test_drafts_are_the_next_tokens(dtype: str, op_table: str, cache: str, tmp_p
             assert made[: len(following)] == following, (name, count)
     assert {len(draft) for _, draft in found["late"]["drafts"]} == {5}
     assert all(set(draft) == {NO_DRAFT} for _, draft in found["unknown prefix"]["drafts"])
+    check_short_contexts(found["short contexts"], found["always"]["output"])
+
+
+def check_short_contexts(run: dict[str, Any], output: list[int]) -> None:
+    """Checks that a draft model makes drafts only for the positions of its contexts, and that the text stays the same.
+    """
+    assert run["output"] == output[: len(run["output"])]
+    numbers = []
+    for count, draft in run["drafts"]:
+        made = [token_id for token_id in draft if token_id != NO_DRAFT]
+        following = output[count : count + len(made)]
+        assert made[: len(following)] == following, count
+        numbers.append(len(made))
+    last_positions = [PROMPT_LENGTH + count - 1 for count, _ in run["drafts"]]
+    assert numbers == [max(0, min(WIDTH, SHORT - position)) for position in last_positions]
+    assert (numbers[0], numbers[-1]) == (WIDTH, 0)
