@@ -6,6 +6,7 @@ This module does not import slow modules, so that it reports a mistake without d
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import textwrap
@@ -191,13 +192,18 @@ def load_for_model(
     context that fits. ``offline`` forbids downloads. Raises ConfigError, CheckpointError or MemoryPlanError.
     """
     overrides = [*_overrides_of_model(model, offline=offline), *overrides]
+
+    @functools.cache
+    def fetch(name: str) -> str:
+        return local_model(name, offline=offline, option="speculative_config.model").path
+
     if model is None or file != DEFAULT_CONFIG:
-        return fit_sizes(load_config(file, overrides), machine)
+        return fit_sizes(load_config(file, overrides, fetch=fetch), machine)
     overrides = [AUTO_DTYPE, *overrides]
     try:
-        config = fit_sizes(load_config(file, [*_AUTO_SIZES, *overrides]), machine)
+        config = fit_sizes(load_config(file, [*_AUTO_SIZES, *overrides], fetch=fetch), machine)
     except MemoryPlanError:  # ``fit_sizes`` raises it if the memory of an Ascend is not known
-        return fit_sizes(load_config(file, overrides), machine)
+        return fit_sizes(load_config(file, overrides, fetch=fetch), machine)
     if any(override.startswith(_NUM_BLOCKS) for override in overrides):
         return config
     cache = config.pa_config

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from llm_serving.config.config import Config
 from llm_serving.config.convert import build_sections, find_unused, nearest, nearest_key, type_hints
+from llm_serving.config.draft_source import Fetch, as_path
 from llm_serving.config.hardware import Hardware
 from llm_serving.config.lookup import find_config_file
 from llm_serving.config.resolve import Resolver
@@ -31,12 +32,14 @@ def load_config(
     *,
     ascend: bool | None = None,
     bfloat16: bool | None = None,
+    fetch: Fetch = as_path,
 ) -> Config:
     """Reads a configuration file and returns its checked ``Config``.
 
     ``path_or_name`` is a path, or a name that is searched under ``configs/``. Each override is ``section.key=value``.
     ``ascend`` states whether the machine has an Ascend, and ``bfloat16`` whether its kernels multiply bfloat16. None
-    detects it. Raises ConfigError with file, key and value. Raises CheckpointError if the model folder cannot be used.
+    detects it. ``fetch`` downloads a draft model that is given by its name on a hub. Raises ConfigError with file, key
+    and value. Raises CheckpointError if the model folder cannot be used.
     """
     file = find_config_file(path_or_name)
     raw = _raw_config(file, read_yaml_mapping(file), overrides)
@@ -51,7 +54,7 @@ def load_config(
     check_telemetry(raw, sections["telemetry_config"])
     check_model_name(raw, sections["model_config"].model_name)
     own = {name: section for name, section in sections.items() if name in SECTIONS}
-    resolver = Resolver(raw, own, Hardware.detect(os.environ, ascend, bfloat16), notes, unused)
+    resolver = Resolver(raw, own, Hardware.detect(os.environ, ascend, bfloat16), notes, unused, fetch)
     return resolver.config()
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from llm_serving.config.cluster_checks import check_cluster, note_missing_nodes
 from llm_serving.config.config import Config
-from llm_serving.config.draft_model import MTP, DraftModel, read_draft_model
+from llm_serving.config.draft_model import DraftModel
+from llm_serving.config.draft_source import Fetch, as_path, read_draft_source
 from llm_serving.config.events_checks import check_events
 from llm_serving.config.hardware import Hardware
-from llm_serving.config.head_model import read_eagle_head, read_mtp_layer
 from llm_serving.config.image_validation import check_vision
-from llm_serving.config.lookup import PACKAGE_PREFIX, find_path
+from llm_serving.config.lookup import PACKAGE_PREFIX, find_path, refuse_pickles
 from llm_serving.config.mindformers import MindFormersFile, MindSporeContext, read_mindformers_yaml
 from llm_serving.config.mindformers_models import MODEL_TYPE, check_mindformers, check_op_table
 from llm_serving.config.model_section import MAX_TOKENS, ModelConfig
@@ -46,6 +46,7 @@ from llm_serving.config.validation import (
     check_sharing,
     check_speculation,
     check_sum_parts,
+    note_short_drafts,
 )
 from llm_serving.config.weight_checks import check_group, check_native_weights, check_stored_format
 from llm_serving.errors import CheckpointError
@@ -71,7 +72,6 @@ _ASCEND_BLOCK_SIZES = (128, 64, 32, 16)
 """Block sizes that the Ascend's PagedAttention supports, the preferred size first. vllm-mindspore also uses 128."""
 _ASCEND_BLOCK_ELEMENTS = 16_384
 """Maximum of block size times head size on an Ascend, if ``pa_config.block_size`` is ``auto``."""
-_TORCH_PATTERNS = ("*.bin", "*.pt", "*.pth")
 _COMPARED_SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -120,8 +120,10 @@ class Resolver:
         hardware: Hardware,
         notes: Sequence[str] = (),
         unused: Sequence[UnusedSetting] = (),
+        fetch: Fetch = as_path,
     ) -> None:
         self._raw = raw
+        self._fetch = fetch
         self._unused = list(unused)
         self._sections = sections
         self._model: ModelConfig = sections["model_config"]
@@ -176,7 +178,7 @@ class Resolver:
         )
         for check in _CHECKS:
             check(self._raw, config)
-        return config
+        return replace(config, notes=(*config.notes, *note_short_drafts(self._raw, config)))
 
     def _processing(self, folder: Path | None, shape: ModelShape) -> ImageProcessing | None:
         """Reads from the model folder how to resize and split images. Returns None if the model reads no images."""
@@ -200,25 +202,9 @@ class Resolver:
         return read_pooling(folder, shape.hidden_size, model.matryoshka_dimensions)
 
     def _draft_model(self, folder: Path | None, shape: ModelShape) -> DraftModel | None:
-        """Returns the draft model or head that ``speculative_config`` names, or None if its method needs none.
-
-        ``folder`` is the folder of the model.
-        """
         section: SpeculativeConfig = self._sections["speculative_config"]
-        key = "speculative_config.model"
         has_weights = self._model.load_format != "dummy"
-        if section.method not in ("draft", "eagle"):
-            if section.model is not None:
-                problem = "has an effect only with speculative_config.method: draft or eagle"
-                raise self._raw.error(key, section.model, problem)
-            is_mtp = section.method == MTP
-            return read_mtp_layer(self._raw, folder, shape, has_weights=has_weights) if is_mtp else None
-        path = self._find(key, section.model)
-        if path is None:
-            needed = "folder or the GGUF file of a draft model" if section.method == "draft" else "folder of a head"
-            raise self._raw.error(key, None, f"speculative_config.method: {section.method} needs the {needed}")
-        read = read_draft_model if section.method == "draft" else read_eagle_head
-        return read(self._raw, path, shape, has_weights=has_weights)
+        return read_draft_source(self._raw, section, folder, shape, self._find, self._fetch, has_weights=has_weights)
 
     def _generation_config(self) -> str:
         """Returns ``serving_config.generation_config``: ``model``, ``none``, or the absolute path of a JSON file."""
@@ -472,13 +458,7 @@ def _block_size(device: str, head_dim: int) -> int:
 def _check_weights_present(folder: Path) -> None:
     if find_gguf(folder) is not None or any(folder.glob("*.safetensors")):
         return
-    torch_files = sorted(file.name for pattern in _TORCH_PATTERNS for file in folder.glob(pattern))
-    if torch_files:
-        raise CheckpointError(
-            f"{folder / torch_files[0]}: PyTorch pickles are not loaded, as they can run code; convert the folder with "
-            "transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER, "
-            "safe_serialization=True)"
-        )
+    refuse_pickles(folder)
     raise CheckpointError(
         f"{folder}: there are no *.safetensors files; model_config.load_format=dummy serves random weights"
     )

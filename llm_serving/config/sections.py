@@ -233,9 +233,10 @@ class SpeculativeConfig:
     model: str | None = own(
         None,
         "Draft model for `method: draft`: a Hugging Face folder or a GGUF file of a small model with the same "
-        "tokenizer. For `method: eagle`, the folder of an EAGLE-3 head in its published format. It is searched like "
-        "`model_cfg_path`. It computes in the agents, in the types and formats of `model_config`, and needs a KV cache "
-        "of its own.",
+        "tokenizer. For `method: eagle`, the folder of an EAGLE-3 head in a published format, see "
+        "`docs/speculation.md`. A path is searched like `model_cfg_path`. A name such as `Qwen/Qwen3-0.6B` is that of "
+        "a model on a hub, as for `--model`. The draft model computes in the agents, in the types and formats of "
+        "`model_config`, and needs a KV cache of its own.",
         null="none",
     )
     always: bool = own(

@@ -1,5 +1,5 @@
-"""Finds the local path of ``--model``. A path is used directly. A model's name is found in a cache, or the model is
-downloaded.
+"""Finds the local path of the model or the draft model that the user states. A path is used directly. A model's name is
+found in a cache, or the model is downloaded.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class LocalModel:
     name: str | None = None
 
 
-def local_model(text: str, *, offline: bool = False) -> LocalModel:
-    """Returns the model that ``--model`` states. ``text`` is a path if the path exists, otherwise the name of a model.
+def local_model(text: str, *, offline: bool = False, option: str = "--model") -> LocalModel:
+    """Returns the model that ``option`` states. ``text`` is a path if the path exists, otherwise the name of a model.
 
     ``offline`` or ``HF_HUB_OFFLINE`` forbids requests to a hub, so a named model must be in a cache. Raises HubError.
     """
     if text.startswith(PACKAGE_PREFIX) or find_path(text, Path.cwd()) is not None:
         return LocalModel(text)
-    name = parse_model_name(text)
+    name = parse_model_name(text, option)
     if name is None:
         return LocalModel(text)
     # Imported here, because only models with a name need the HTTP library.

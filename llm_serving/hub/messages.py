@@ -12,7 +12,7 @@ def how_to_bring(name: ModelName) -> str:
     """Returns the advice at the end of an error text: how to copy a model from a machine with a network."""
     return (
         f"on a machine with a network, download {name.repository}, copy the folder or the GGUF file here, and give its "
-        "path: --model /path/to/folder"
+        "path instead of the name"
     )
 
 

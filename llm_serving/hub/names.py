@@ -34,9 +34,9 @@ class ModelName:
         return f"{self.hub}:{self.repository}{revision}" + (f"/{self.file}" if self.file else "")
 
 
-def parse_model_name(text: str) -> ModelName | None:
+def parse_model_name(text: str, option: str = "--model") -> ModelName | None:
     """Parses the name of a model. Returns None if ``text`` can only be a path. Raises HubError if ``text`` begins with
-    ``hf:`` or ``ms:`` and is not a valid name.
+    ``hf:`` or ``ms:`` and is not a valid name. The error names ``option``, which has the value ``text``.
 
     A text without ``hf:`` or ``ms:`` is a name only in the form ``owner/name``. It names a model on Hugging Face.
     """
@@ -45,7 +45,7 @@ def parse_model_name(text: str) -> ModelName | None:
     if found is None or ".." in text:
         if has_hub:
             raise HubError(
-                f"--model {text}: expected hf:OWNER/NAME or ms:OWNER/NAME, and optionally @REVISION and /FILE.gguf"
+                f"{option} {text}: expected hf:OWNER/NAME or ms:OWNER/NAME, and optionally @REVISION and /FILE.gguf"
             )
         return None
     if not has_hub and (found["file"] or found["revision"] or text.endswith(".gguf")):

@@ -90,7 +90,6 @@ def test_automatic_blocks_leave_memory_for_the_draft_models_cache(tmp_path: Path
         (["speculative_config.model=/nowhere"], {}, "no such file or folder"),
         (["speculative_config.method=auto"], {}, "has an effect only with speculative_config.method: draft or eagle"),
         ([], {"vocab_size": 3000}, "has a vocabulary of 3000 tokens, and the model has 300; a draft model needs the"),
-        ([], {"max_position_embeddings": 512}, "has contexts of 512 tokens, and sequences may have 2048; set"),
         (["parallel_config.pipeline_parallel=2"], {}, "cannot be used with stages of a pipeline (parallel_config.pipe"),
         (["speculative_config.method=eagle", "speculative_config.model=null"], {}, "eagle needs the folder of a head"),
     ],
@@ -101,6 +100,43 @@ def test_what_does_not_fit_is_refused(
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, *overrides, draft=draft)
     assert message in str(caught.value)
+
+
+def test_a_draft_model_may_have_shorter_contexts(tmp_path: Path) -> None:
+    config = load(tmp_path, draft={"max_position_embeddings": 512})
+    assert (config.max_model_len, config.draft_config().max_model_len) == (2048, 512)
+    note = "has contexts of 512 tokens; longer sequences get no drafts of the draft model"
+    assert [note in each for each in config.notes] == [True]
+    assert not load(tmp_path / "other", draft={"max_position_embeddings": 2048}).notes
+
+
+def test_a_name_is_fetched_unless_it_is_a_path(tmp_path: Path) -> None:
+    model, draft = write_model_folder(tmp_path / "model"), write_model_folder(tmp_path / "draft")
+    fetched = []
+
+    def fetch(name: str) -> str:
+        fetched.append(name)
+        return str(draft) if name == "Owner/Name" else name
+
+    def read(*settings: str) -> Config:
+        return load_config("llama_tiny_cpu.yaml", [f"model_config.model_path={model}", *settings], fetch=fetch)
+
+    config = read(METHOD, "speculative_config.model=Owner/Name")
+    assert config.draft is not None
+    assert (config.draft.path, fetched) == (str(draft), ["Owner/Name"])
+    config = read(METHOD, f"speculative_config.model={draft}")
+    assert config.draft is not None
+    assert (config.draft.path, fetched) == (str(draft), ["Owner/Name"])
+    with pytest.raises(ConfigError, match="Owner/Other': no such file or folder"):
+        read(METHOD, "speculative_config.model=Owner/Other")
+    with pytest.raises(ConfigError, match="has an effect only with"):
+        read("speculative_config.model=Owner/Third")
+    assert fetched == ["Owner/Name", "Owner/Other"]
+
+
+def test_a_pickled_draft_model_is_refused_with_the_way_to_convert_it(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: PyTorch pickles are not loaded, as they can run"):
+        load(tmp_path, draft={"files": ("pytorch_model.bin",)})
 
 
 def test_a_draft_model_without_weights_is_refused(tmp_path: Path) -> None:

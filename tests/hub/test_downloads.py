@@ -113,7 +113,7 @@ def test_a_corrupted_file_is_refused_and_removed(
 def test_offline_and_without_a_network_the_cache_is_used(
     make_hub: MakeHub, name: ModelName, kind: str, server: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(HubError, match=r"is not in the cache .*copy the folder or the GGUF file here.*--model "):
+    with pytest.raises(HubError, match=r"is not in the cache .*copy the folder .*here.*instead of the name"):
         make_hub().find(name)
     assert server.requests == 0
     folder = make_hub().fetch(name)

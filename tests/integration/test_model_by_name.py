@@ -51,3 +51,27 @@ def test_a_name_is_downloaded_served_and_found_again_offline(tmp_path: Path, mon
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: hf:Tiny-Org/Other is not in the cache ")
     assert os.environ["HF_HOME"] in done.stderr
+
+
+def test_a_draft_model_is_downloaded_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    draft = ("--config", "llama_tiny_cpu.yaml", "--set", "speculative_config.method=draft", "--set")
+    with hub_server(folder_files(TINY_LLAMA)) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        done = plan(*draft, f"speculative_config.model={MODEL}", "--offline")
+        assert (done.returncode, hub.requests) == (2, 0)
+        assert done.stderr.startswith(f"error: hf:{MODEL} is not in the cache ")
+        done = plan(*draft, f"speculative_config.model={MODEL}")
+        assert done.returncode == 0, done.stderr
+        assert "draft model: weights" in done.stdout
+        assert "model.safetensors" in hub.downloaded()
+        downloads = len(hub.downloads)
+        assert plan(*draft, f"speculative_config.model=hf:{MODEL}@main").returncode == 0
+        assert len(hub.downloads) == downloads
+        done = plan(*draft, f"speculative_config.model=hf:{MODEL}@other")
+        assert f"hf:{MODEL}@other: the repository has no revision 'other'" in done.stderr
+        requests = hub.requests
+        assert plan(*draft, f"speculative_config.model={MODEL}", "--offline").returncode == 0
+        assert hub.requests == requests
+        done = plan(*draft, "speculative_config.model=hf:wrong")
+        assert done.stderr.startswith("error: speculative_config.model hf:wrong: expected hf:OWNER/NAME")
