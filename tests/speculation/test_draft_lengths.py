@@ -27,7 +27,8 @@ def guess_of(place: int) -> int:
 
 class Serving:
     """Requests with a draft model that is right in a fraction of its drafts. One pass of the draft model takes
-    ``pass_ms``. Each token that it has missed in steps without drafts takes ``missed_ms``.
+    ``pass_ms``. Each token that it has missed in steps without drafts takes ``missed_ms``. Requests with ``contexts``
+    tokens or more get no drafts.
     """
 
     def __init__(
@@ -38,8 +39,10 @@ class Serving:
         always: bool = False,
         entries: int = 32,
         missed_ms: float = 0.0,
+        contexts: int = 1 << 20,
     ) -> None:
         self.pass_ms, self.right, self.missed_ms = pass_ms, right, missed_ms
+        self.contexts = contexts
         self._num_missed = 0
         self.speculator = Speculator(4, entries, lambda request, masks: None, always=always, has_model=True)
         self.requests = [Request(f"r{i}", [5, 6], SamplingParams(ignore_eos=True), 0.0) for i in range(count)]
@@ -71,7 +74,8 @@ class Serving:
                 request.output_token_ids.append(token)
                 updates.append(RequestUpdate(request, token, index + place))
             known += len(new)
-            drafts += [[guess_of(known + each) for each in range(step.num_wanted)]] * (1 + len(draft))
+            num_made = step.num_wanted if request.num_tokens < self.contexts else 0
+            drafts += [[guess_of(known + each) for each in range(num_made)]] * (1 + len(draft))
             index += 1 + len(draft)
         self.tokens += len(updates)
         step_ms, draft_ms = STEP_MS + ENTRY_MS * (len(requests) - 1), self.pass_ms * step.num_wanted
@@ -107,6 +111,14 @@ def test_a_fast_and_right_draft_model_makes_as_many_drafts_as_permitted() -> Non
     assert wanted[-1] == 4
     assert max(offered) == 4
     assert serving.gain > 2.5
+
+
+def test_no_drafts_are_wanted_beyond_the_contexts_of_the_draft_model() -> None:
+    """Such drafts would not come, and the next step would wait for the result of each step in vain."""
+    serving = Serving(pass_ms=0.5, right=1.0, contexts=300)
+    wanted, _ = serving.run(200)
+    assert min(wanted[30:50]) > 0
+    assert not any(wanted[100:])
 
 
 def test_a_trial_compares_drafts_and_verifies_none() -> None:
