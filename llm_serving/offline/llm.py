@@ -7,6 +7,7 @@ import tempfile
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from os import PathLike, fspath
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -42,9 +43,9 @@ class LLM:
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | PathLike[str] | None = None,
         *,
-        config: str | None = None,
+        config: str | PathLike[str] | None = None,
         dtype: str | None = None,
         quantize: str | None = None,
         offline: bool = False,
@@ -63,7 +64,8 @@ class LLM:
         options = {"dtype": dtype, "quantize": quantize}
         with ExitStack() as owned:
             folder = Path(owned.enter_context(tempfile.TemporaryDirectory(prefix="llm-serving-")))
-            loaded = config_of(model, config, options, settings, folder, offline=offline)
+            places = (None if model is None else fspath(model), None if config is None else fspath(config))
+            loaded = config_of(*places, options, settings, folder, offline=offline)
             display = ProgressDisplay(num_agents=loaded.parallel_config.world_size) if self._show else None
             note = _no_note if display is None else display.update
             self._host = EngineHost(loaded, note)

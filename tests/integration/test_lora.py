@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llm_serving import LLM
 from llm_serving.model.shape import ModelShape
 from support.lora_folders import random_adapter
 from support.lora_in_numpy import NumpyLora
@@ -88,6 +89,17 @@ def test_tokens_and_log_probabilities_equal_those_of_peft(
     assert found["tokens"] == tokens
     np.testing.assert_allclose(found["logprobs"], logprobs, atol=1e-5, rtol=1e-5)
     assert found["model"] == (name or server.get("/v1/models")["data"][0]["id"])
+
+
+def test_a_program_names_an_adapter_as_its_model(
+    server: ServerProcess, folders: dict[str, Path], shallow_model: Path
+) -> None:
+    lora = {"max_adapters": 1, "max_rank": 8, "adapters": [f"first={folders['first']}"]}
+    sampling = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    with LLM(shallow_model, config="llama_tiny_cpu.yaml", lora_config=lora) as llm:
+        found = [list(llm.generate(PROMPT, sampling | name)[0].token_ids) for name in ({"model": "first"}, {})]
+    assert found == [complete(server, name)["tokens"] for name in ("first", None)]
+    assert found[0] != found[1]
 
 
 def test_the_bits_are_those_of_a_request_alone(server: ServerProcess) -> None:
