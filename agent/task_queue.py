@@ -2,8 +2,8 @@
 
 ``Shutdown`` runs first, then block moves, then prefill and decode steps. Steps of one kind run in the order of their
 numbers. The policy decides between prefill and decode. With ``prefill_first`` or ``decode_first``, the named kind runs
-first. With every other policy, prefill and decode steps run together in the order of their numbers. Every step has its
-own step slot, so the order changes waiting times but never results.
+first. With every other policy, prefill and decode steps run together in the order of their numbers, but a prefill step
+with ``overtakes`` runs first. Every step has its own step slot, so the order changes waiting times but never results.
 
 Agents that share a model run every step together and must agree on the order. Their queue is ``in_order``: it keeps the
 server's order.
@@ -17,7 +17,16 @@ import threading
 import time
 
 from llm_serving.errors import ProtocolError
-from llm_serving.ipc.messages import AdapterLoad, MessageClass, ProfileStart, ProfileStop, Shutdown, Step, message_class
+from llm_serving.ipc.messages import (
+    AdapterLoad,
+    MessageClass,
+    Prefill,
+    ProfileStart,
+    ProfileStop,
+    Shutdown,
+    Step,
+    message_class,
+)
 
 QueuedMessage = Step | ProfileStart | ProfileStop | AdapterLoad | Shutdown
 """The messages that can wait in the queue. ``Abort`` and ``Status`` never wait: the socket thread handles them."""
@@ -47,7 +56,7 @@ class TaskQueue:
         self._in_order = in_order
         self._last_class = _LAST_CLASS.get(policy)
         self._max_steps = max_steps
-        self._heap: list[tuple[tuple[int, bool], int, int, QueuedMessage, int]] = []
+        self._heap: list[tuple[tuple[int, bool, bool], int, int, QueuedMessage, int]] = []
         # Each heap entry has an arrival number before its message. So the heap compares numbers and never two messages,
         # which have no order.
         self._arrivals = itertools.count()
@@ -122,9 +131,10 @@ class TaskQueue:
         if self._num_steps >= self._max_steps:
             raise ProtocolError(f"{self._num_steps} steps are queued already; there are {self._max_steps} slots")
 
-    def _priority(self, message: QueuedMessage) -> tuple[int, bool]:
+    def _priority(self, message: QueuedMessage) -> tuple[int, bool, bool]:
         """Returns the sort key of a message. The message with the smallest key runs first."""
         if self._in_order:
-            return int(isinstance(message, Step)), False
+            return int(isinstance(message, Step)), False, False
         kind = message_class(message)
-        return min(kind, MessageClass.PREFILL), kind is self._last_class
+        overtakes = isinstance(message, Prefill) and message.overtakes
+        return min(kind, MessageClass.PREFILL), kind is self._last_class, not overtakes

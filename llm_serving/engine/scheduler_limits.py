@@ -36,6 +36,10 @@ def scheduler_limits(config: Config) -> SchedulerLimits:
         fairness=scheduler.fairness,
         splits_adapters=config.lora_config.batching == "split",
         light_keys_first=scheduler.light_keys_first,
+        # The agents of a group must agree on the order of their steps. An Ascend launches queued steps at once.
+        runs_light_prefills_first=(
+            config.device != "Ascend" and config.parallel_config.group_size == 1 and not config.num_state_snapshots
+        ),
         ttft_objective=scheduler.ttft_objective_ms / 1000,
         tbt_objective=scheduler.tbt_objective_ms / 1000,
         batching=BatchingStrategy(model.batching_strategy),

@@ -121,6 +121,8 @@ class StepSlots:
         if not self.slot_of:
             self.last_result, self._pause_s = time.monotonic(), 0.0
         self.slot_of[step.seq] = number
+        if step.overtakes:
+            return messages.Prefill(seq=step.seq, slot=number, overtakes=True)
         return _MESSAGES[step.kind](seq=step.seq, slot=number)
 
     def write_masks(

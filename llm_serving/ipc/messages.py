@@ -123,11 +123,13 @@ class Failed(Message, frozen=True, tag="failed"):
 class Prefill(Message, frozen=True, tag="prefill"):
     """Server to agent: run slot ``slot`` as step ``seq``.
 
-    The step has prompt tokens; a mixed step also has decode tokens.
+    The step has prompt tokens; a mixed step also has decode tokens. If ``overtakes`` is True, a single agent runs the
+    step before all queued steps except moves. Agents of a group ignore it.
     """
 
     seq: UInt
     slot: UInt
+    overtakes: bool = False
 
 
 class Decode(Message, frozen=True, tag="decode"):

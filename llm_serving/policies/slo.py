@@ -33,8 +33,10 @@ Load
     how many requests can start. The intake refuses further requests, because they would be late from the beginning.
 
 Light keys
-    While light keys are active (``light_keys``), a step is sent shortly before the running one is expected to end. A
-    light key's prompt then waits only until the running step ends.
+    The prompt of a light key (``light_keys``) should wait only until the running step ends, and not for queued steps.
+    A single agent on a CPU runs the prefill step of a light key before queued steps (``runs_light_prefills_first``).
+    Other agents keep the order of the steps. While light keys are active, the policy therefore sends a step to them
+    only shortly before the running step is expected to end.
 
 Before the first measurements the policy works like ``chunked``.
 """
@@ -56,7 +58,9 @@ LONGEST_STEP = 2.0
 """Maximum time of a step while sequences decode, as a multiple of the objective for the time between tokens."""
 
 MIN_LEAD_S = 0.002
-"""Minimum seconds from sending a step to the expected end of the running step, while light keys are active."""
+"""Minimum seconds from sending a step to the expected end of the running step, while light keys are active and the
+agent keeps the order of the steps.
+"""
 
 _MARGIN = 0.1
 """Fraction of an objective that is left for the time of the host and for variations between steps."""
@@ -101,10 +105,8 @@ class Slo(MixedPolicy):
         """True if a step has completed since ``_runs_until`` was updated."""
 
     def next_step(self, now: float) -> ScheduledStep | None:
-        if self._has_enough_steps():
-            return None
-        step = self._mixed.light_prefill(self._light_tokens(), now)
-        if step is None and not self._waits_for_light_keys(now):
+        step = self._light_step(self._light_tokens(), now)
+        if step is None and not self._has_enough_steps() and not self._waits_for_light_keys(now):
             step = self._paced_step(now)
         if step is not None:
             self._note_sent(step, now)
@@ -141,9 +143,11 @@ class Slo(MixedPolicy):
         """Returns True, and sets a wakeup, if light keys are active and it is too early to send the next step.
 
         A step that is sent too early waits in the agent's queue. A light key's prompt that arrives meanwhile would have
-        to wait until this step has completed.
+        to wait until this step has completed, unless the agent runs the prompt first.
         """
         state = self._state
+        if state.limits.runs_light_prefills_first:
+            return False
         if not (state.in_flight.num_compute_steps and self._model.is_known and self._mixed.light_keys.is_active(now)):
             return False
         if self._has_completed and state.in_flight.num_compute_steps == 1:

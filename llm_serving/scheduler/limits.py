@@ -99,11 +99,9 @@ class SchedulerLimits:
     """True if sequences get blocks on demand. False if each sequence reserves one range for its longest output."""
     prefix_cache: bool = False
     copies_tails: bool = True
-    """True if a sequence copies a cached block of which only the first tokens match. False if it computes these tokens.
-    """
+    """True if a sequence copies a cached block of which only the first tokens match. False: it computes the tokens."""
     num_state_snapshots: int = 0
-    """Number of snapshots of states, which the prefix cache of models with linear attention needs. 0 for other models.
-    """
+    """Number of snapshots of states that the prefix cache needs for linear attention. 0 for models without it."""
     cache_namespace: bytes = b""
     """Identifies the model, the weights and the format of the cache. Keys and values depend on these and on tokens."""
     preemption: PreemptionKind = PreemptionKind.RECOMPUTE
@@ -119,6 +117,8 @@ class SchedulerLimits:
     """True if all running requests have the same LoRA adapter. A request with another adapter waits until they end."""
     light_keys_first: bool = True
     """True if requests of tenants with few requests start before requests of tenants with many, see ``light_keys``."""
+    runs_light_prefills_first: bool = False
+    """True if the agent runs prefill steps for light keys before queued steps (``ScheduledStep.overtakes``)."""
     ttft_objective: float = 2.0
     """Objective in seconds from the arrival to the first token, for requests that state no objective."""
     tbt_objective: float = 0.2

@@ -86,17 +86,26 @@ class MixedComposer(StepComposer):
         """Returns a prefill step of at most ``budget`` tokens with prompts of light keys only.
 
         Returns None if no prompt of a light key can start or continue. After ``MAX_LIGHT_STREAK`` of these steps in
-        succession, also returns None until ``mixed`` is called.
+        succession, also returns None until ``mixed`` is called. If the agent can do so, it runs the step before queued
+        steps. A sequence that is in a step in flight is then left out, because its steps must run in order.
         """
-        state, light_keys = self._state, self.light_keys
+        state, light_keys, overtakes = self._state, self.light_keys, self._state.limits.runs_light_prefills_first
         if self._light_streak >= MAX_LIGHT_STREAK or not light_keys.look(now):
             return None
-        others = [sequence for sequence in state.running.prefilling if not light_keys.is_light(sequence)]
+        others = frozenset(
+            sequence
+            for sequence in state.running.prefilling
+            if not light_keys.is_light(sequence) or (overtakes and sequence.num_inflight_steps)
+        )
         plan = ChunkPlan(state.limits, min(budget, state.limits.max_num_batched_tokens))
-        self._continue_prompts(plan, skip=frozenset(others))
+        self._continue_prompts(plan, skip=others)
         self._starter.fill(plan, now, whole=False, only_light=True)
-        self._light_streak += bool(plan)
-        return self._send_prefill(plan, StepReason.PROMPT_READY) if plan else None
+        if not plan:
+            return None
+        self._light_streak += 1
+        step = self._send_prefill(plan, StepReason.PROMPT_READY)
+        step.overtakes = overtakes
+        return step
 
     def _mixed_plan(
         self, decoding: list[Sequence], budget: int, now: float, starts: SloStarts | None, late: frozenset[Sequence]

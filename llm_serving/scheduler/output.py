@@ -20,6 +20,8 @@ the batch, and not in each step:
   themselves. DECODE steps also run in this order among themselves. The order between the two groups may change, and
   does not change the tokens. A MOVE step may overtake other steps. No other step in flight uses the blocks that it
   writes, and completed steps wrote the blocks that it reads.
+* A PREFILL step with ``overtakes`` may run before steps that were sent earlier. Its sequences are in no other step in
+  flight, and completed steps wrote the cached blocks that it reads. So the order does not change the tokens.
 * Blocks in ``moves`` stay with their sequences until the step completes.
 """
 
@@ -149,6 +151,8 @@ class ScheduledStep:
     tiles: list[StepTile] = field(default_factory=list)
     """Tiles of images whose rows replace the embeddings of tokens of this step. Only chunks of prompts have tiles."""
     reason: StepReason = StepReason.PROMPT_READY
+    overtakes: bool = False
+    """True for a PREFILL step that the agent runs before queued steps, except moves. It is for light keys."""
 
     @property
     def constrained(self) -> list[int]:

@@ -42,8 +42,9 @@ def agent_order(policy: str) -> dict[str, int]:
 
 @dataclass(slots=True)
 class _Queued:
-    rank: tuple[int, int]
-    """Priority class and sequence number of the step. The step with the smallest rank runs first."""
+    rank: tuple[int, bool, int]
+    """Priority class of the step, whether it keeps its place in the queue (``ScheduledStep.overtakes`` is False), and
+    its number. The step with the smallest rank runs first."""
     ready: float
     """Time at which the step reaches the agent's queue."""
     step: ScheduledStep
@@ -95,7 +96,7 @@ class VirtualAgent:
             self._noise_s += (ratio - 1.0) * seconds
             seconds *= ratio
         kind = step.kind.value
-        self._queue.append(_Queued((self._order[kind], step.seq), ready, step, seconds, bad_moves))
+        self._queue.append(_Queued((self._order[kind], not step.overtakes, step.seq), ready, step, seconds, bad_moves))
         self.busy_s += seconds
         self.num_steps[kind] = self.num_steps.get(kind, 0) + 1
         self.kind_s[kind] = self.kind_s.get(kind, 0.0) + seconds
@@ -165,7 +166,8 @@ class VirtualAgent:
         """Returns the start time of the step that runs next, and this step.
 
         When the device becomes free, it chooses among the steps in the queue. The step with the smallest priority class
-        (``agent_order``) runs first. Within a class, the step that was sent first runs first.
+        (``agent_order``) runs first. Within a class, a step with ``overtakes`` runs first, and then the step that was
+        sent first.
         """
         queue = self._queue
         if len(queue) == 1:
@@ -182,5 +184,5 @@ class VirtualAgent:
         return result
 
 
-def _rank(queued: _Queued) -> tuple[int, int]:
+def _rank(queued: _Queued) -> tuple[int, bool, int]:
     return queued.rank

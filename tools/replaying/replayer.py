@@ -189,7 +189,7 @@ class _Replayer:
     def _sent(self, step: ScheduledStep) -> None:
         self._sampling[step.seq] = list(step.do_sample)
         self._step_requests[step.seq] = list(step.requests)
-        self._order.sent(step.seq, step.kind)
+        self._order.sent(step)
 
     # Each of the following methods repeats one kind of recorded call.
 

@@ -2,12 +2,12 @@
 
 The agent runs one step at a time and then returns its result. Steps enter the agent's queue in the order in which they
 are sent. A step may overtake an earlier step only if the policy prefers its kind, for example a decode step to a
-prefill step.
+prefill step, or if it is a prefill step for light keys (``ScheduledStep.overtakes``).
 """
 
 from __future__ import annotations
 
-from llm_serving.scheduler.output import StepKind
+from llm_serving.scheduler.output import ScheduledStep, StepKind
 
 __all__ = ["ResultOrder"]
 
@@ -22,11 +22,11 @@ class ResultOrder:
     def __init__(self, policy: str) -> None:
         self.policy = policy
         self._overtakes = _OVERTAKERS.get(policy)
-        self._sent: dict[int, StepKind] = {}
+        self._sent: dict[int, ScheduledStep] = {}
 
-    def sent(self, seq: int, kind: StepKind) -> None:
+    def sent(self, step: ScheduledStep) -> None:
         """Records that a step was sent."""
-        self._sent[seq] = kind
+        self._sent[step.seq] = step
 
     def lost(self) -> None:
         """Removes all steps, because the agent failed."""
@@ -38,17 +38,20 @@ class ResultOrder:
         ``ran`` is False for a step that was dropped, or that failed before it was sent. Its result may arrive in any
         order.
         """
-        kind = self._sent.pop(seq, None)
-        if kind is None or not ran:
+        step = self._sent.pop(seq, None)
+        if step is None or not ran:
             return None
         for earlier, overtaken in self._sent.items():
             if earlier > seq:
                 break
-            if not self._may_overtake(_CLASSES[kind], _CLASSES[overtaken]):
+            if not self._may_overtake(step, overtaken):
                 return earlier
         return None
 
-    def _may_overtake(self, kind: str, overtaken: str) -> bool:
-        if kind == overtaken or overtaken == "move":
+    def _may_overtake(self, step: ScheduledStep, overtaken: ScheduledStep) -> bool:
+        kind, other = _CLASSES[step.kind], _CLASSES[overtaken.kind]
+        if step.overtakes and other != "move":
+            return not overtaken.overtakes
+        if kind == other or other == "move":
             return False
         return kind in ("move", self._overtakes)
