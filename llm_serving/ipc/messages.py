@@ -34,7 +34,7 @@ import msgspec
 
 from llm_serving.errors import ProtocolError
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 """Version of the messages. Server and agent must have the same version."""
 NONCE_BYTES = 16
 """Size in bytes of each random number (nonce) in the handshake."""

@@ -65,7 +65,8 @@ class MixedComposer(StepComposer):
         limit the step. ``starts`` decides which requests may start. The prompts in ``late`` can no longer be on time.
         They only get tokens that no other prompt can use.
         """
-        self._light_streak = 0
+        if not any(flight.step.overtakes for flight in self._state.in_flight):
+            self._light_streak = 0  # otherwise, steps for light keys still run before this step
         if self._num_without_prompts >= _MAX_STEPS_WITHOUT_PROMPTS:
             self._num_without_prompts = 0
             plan = self._mixed_plan([], budget, now, starts, late)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,10 +40,9 @@ def running(simulation: Simulation, tenant: str) -> int:
     return sum(sequence.request.tenant == tenant for sequence in simulation.scheduler._running)
 
 
-def flooded(policy: Policy, *, light_keys_first: bool = True) -> Simulation:
+def flooded(policy: Policy, **changes: Any) -> Simulation:
     """Returns a simulation in which a heavy key has all batch rows and many waiting requests."""
-    limits = make_limits(**MANY, policy=policy, light_keys_first=light_keys_first, decode_steps_ahead=0)
-    simulation = Simulation(limits)
+    simulation = Simulation(make_limits(**{**MANY, "policy": policy, "decode_steps_ahead": 0, **changes}))
     simulation.add(*heavy(4 * ROWS))
     for _ in range(60):
         if running(simulation, "heavy") == ROWS:
@@ -138,6 +138,78 @@ def test_the_prompt_of_a_light_key_gets_a_step_of_its_own(policy: Policy) -> Non
     simulation.finish()
 
 
+def with_a_queued_step(policy: Policy, **changes: Any) -> Simulation:
+    """Returns a simulation of a flood in which one step runs and another one waits at the agent.
+
+    A light key had a request before. So batch rows and blocks are free for its next one.
+    """
+    simulation = flooded(policy, decode_steps_ahead=1, **changes)
+    warm = ask("l0", "light", 1)
+    steps_to_start(simulation, warm)
+    finish_one(simulation, warm)
+    for _ in range(40):
+        simulation.step()
+    simulation.schedule()
+    simulation.device.begin()
+    assert len(simulation.device.queue) == 2
+    return simulation
+
+
+@pytest.mark.parametrize("policy", [Policy.CHUNKED, Policy.SLO])
+def test_the_prompt_of_a_light_key_runs_before_a_queued_step(policy: Policy) -> None:
+    simulation = with_a_queued_step(policy, runs_light_prefills_first=True)
+    queued = [slot.seq for slot in simulation.device.queue]
+    request = ask("l1", "light", arrival=simulation.now)
+    simulation.add(request)
+    [step] = simulation.schedule()
+    assert (step.kind, step.requests, step.overtakes) == (StepKind.PREFILL, [request], True)
+    for _ in range(3):
+        simulation.run()
+    assert simulation.device.ran[-3:] == [queued[0], step.seq, queued[1]]
+    simulation.finish()
+
+
+@pytest.mark.parametrize("policy", [Policy.CHUNKED, Policy.SLO])
+def test_if_the_agent_keeps_the_order_the_prompt_of_a_light_key_waits_for_queued_steps(policy: Policy) -> None:
+    simulation = with_a_queued_step(policy)
+    simulation.add(ask("l1", "light", arrival=simulation.now))
+    assert simulation.schedule() == []
+    simulation.finish()
+    assert not any(step.overtakes for step in simulation.steps)
+
+
+@pytest.mark.parametrize("policy", [Policy.CHUNKED, Policy.SLO])
+def test_requests_of_heavy_keys_overtake_no_step(policy: Policy) -> None:
+    simulation = with_a_queued_step(policy, runs_light_prefills_first=True)
+    simulation.add(*heavy_later(4))
+    assert simulation.schedule() == []
+    simulation.finish()
+    overtaking = [step for step in simulation.steps if step.overtakes]
+    assert [[request.request_id for request in step.requests] for step in overtaking] == [["l0"]]
+
+
+def test_without_light_keys_first_no_step_overtakes() -> None:
+    simulation = flooded(Policy.SLO, decode_steps_ahead=1, light_keys_first=False, runs_light_prefills_first=True)
+    simulation.add(*(ask(f"l{index}", "light", arrival=simulation.now) for index in range(3)))
+    simulation.finish()
+    assert not any(step.overtakes for step in simulation.steps)
+
+
+def test_the_second_chunk_of_a_prompt_does_not_overtake_the_first() -> None:
+    """The prompt takes three steps of 16 tokens. A mixed step comes after ``MAX_LIGHT_STREAK`` of its own steps.
+
+    The fake device also checks that no step overtakes an earlier step of the same sequence.
+    """
+    simulation = with_a_queued_step(Policy.CHUNKED, runs_light_prefills_first=True, chunk_tokens=16, num_blocks=900)
+    request = make_request("l1", 44, 4, arrival=simulation.now)
+    request.tenant = "light"
+    simulation.add(request)
+    [first] = simulation.schedule()
+    assert (first.query_lens, first.overtakes) == ([16], True)
+    simulation.finish()
+    assert request.is_finished
+
+
 @pytest.mark.parametrize("policy", [Policy.CHUNKED, Policy.SLO])
 def test_a_key_with_several_requests_is_light_beside_a_flood_from_several_keys(policy: Policy) -> None:
     """Each of the four heavy keys has a quarter of the flood, and eight times the requests of the light key."""
@@ -180,15 +252,17 @@ def test_no_key_is_light_among_many_keys_with_similar_loads(policy: Policy) -> N
     assert steps(True) == steps(False)
 
 
+@pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("policy", [Policy.CHUNKED, Policy.SLO])
-def test_light_keys_leave_steps_to_the_others(policy: Policy) -> None:
+def test_light_keys_leave_steps_to_the_others(policy: Policy, first: bool) -> None:
     """A new light key arrives before each step. The heavy key still decodes after ``MAX_LIGHT_STREAK`` steps."""
-    simulation = flooded(policy)
+    simulation = flooded(policy, runs_light_prefills_first=first, decode_steps_ahead=int(first))
     for index in range(60):
         simulation.add(ask(f"l{index}", f"light{index}", 1, arrival=simulation.now))
         simulation.step()
+        simulation.device.begin()  # an agent begins its next step as soon as a step ends
     streak = longest = 0
-    for step in simulation.steps:
+    for step in (simulation.steps[seq] for seq in simulation.device.ran):
         streak = streak + 1 if only_light(step) else 0
         longest = max(longest, streak)
     assert longest == MAX_LIGHT_STREAK
@@ -227,10 +301,11 @@ def running_ids(simulation: Simulation) -> set[str]:
 def test_with_one_key_or_none_no_step_changes(policy: Policy, tenant: str) -> None:
     def steps(light_keys_first: bool) -> list[tuple[object, ...]]:
         rng = random.Random(5)
-        simulation = Simulation(make_limits(policy=policy, light_keys_first=light_keys_first))
+        limits = make_limits(policy=policy, light_keys_first=light_keys_first, runs_light_prefills_first=True)
+        simulation = Simulation(limits)
         requests = [ask(f"r{index}", tenant, rng.randint(1, 20)) for index in range(120)]
         random_run(simulation, requests, rng, aborts=0.02)
-        return [(s.kind, s.reason, s.rows, s.token_ids, s.starts, s.query_lens) for s in simulation.steps]
+        return [(s.kind, s.reason, s.rows, s.token_ids, s.starts, s.query_lens, s.overtakes) for s in simulation.steps]
 
     assert steps(True) == steps(False)
 
@@ -257,12 +332,28 @@ def test_random_runs_lose_no_request_row_or_block(policy: Policy, seed: int) -> 
     assert simulation.scheduler.is_idle
 
 
+@pytest.mark.parametrize("chunk_tokens", [8, 64])
+@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("policy", [Policy.CHUNKED, Policy.SLO])
+def test_steps_that_overtake_change_no_text(policy: Policy, seed: int, chunk_tokens: int) -> None:
+    """The simulation compares every text, and checks that no two steps in flight conflict in any order."""
+    rng = random.Random(seed)
+    limits = make_limits(policy=policy, num_blocks=rng.choice((60, 200)), max_num_seqs=24, decode_batch_size=24,
+                         num_host_blocks=rng.choice((0, 40)), prefix_cache=seed % 2 == 0, chunk_tokens=chunk_tokens,
+                         runs_light_prefills_first=True)  # fmt: skip
+    simulation = Simulation(limits)
+    random_run(simulation, mixed_requests(rng), rng, aborts=0.02)
+    ran = simulation.device.ran
+    assert any(simulation.steps[seq].overtakes for place, seq in enumerate(ran) if min(ran[place:]) < seq)
+
+
 @pytest.mark.parametrize("policy", [Policy.SLO, Policy.CHUNKED, Policy.PREFILL_FIRST])
 def test_a_recording_with_light_keys_replays_identically(tmp_path: Path, policy: Policy) -> None:
     rng = random.Random(3)
     simulation, recorder = recorded_simulation(
-        tmp_path, 1 << 18, policy=policy, num_blocks=200, max_num_seqs=24, decode_batch_size=24
-    )
+        tmp_path, 1 << 18, policy=policy, num_blocks=200, max_num_seqs=24, decode_batch_size=24,
+        runs_light_prefills_first=True,
+    )  # fmt: skip
     random_run(simulation, mixed_requests(rng), rng, aborts=0.02)
     recorder.close()
     stretch = read_recording(tmp_path)[-1]

@@ -103,11 +103,20 @@ def test_get_waits_for_a_message_and_returns_its_waiting_time():
     assert 0 <= waited_us < 5_000_000
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "chunked", "slo"])
+def test_a_prefill_that_overtakes_runs_after_moves_and_before_all_other_steps(policy):
+    queue = TaskQueue(policy, max_steps=8)
+    for message in (*MIXED[:4], Prefill(seq=5, slot=4, overtakes=True), Prefill(seq=6, slot=5, overtakes=True),
+                    Move(seq=7, slot=6), Shutdown(seq=8)):  # fmt: skip
+        queue.put(message)
+    assert [message.seq for message in drain(queue)] == [8, 7, 5, 6, 1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("policy", ["prefill_first", "decode_first", "fcfs"])
 def test_agents_of_a_group_keep_the_servers_order(policy):
     """Only Shutdown may overtake other messages, so every agent runs the same steps in the same order."""
     queue = TaskQueue(policy, max_steps=8, in_order=True)
-    for message in (*MIXED[:4], Move(seq=5, slot=4), Prefill(seq=6, slot=5), Shutdown(seq=7)):
+    for message in (*MIXED[:4], Move(seq=5, slot=4), Prefill(seq=6, slot=5, overtakes=True), Shutdown(seq=7)):
         queue.put(message)
     assert [message.seq for message in drain(queue)] == [7, 1, 2, 3, 4, 5, 6]
 

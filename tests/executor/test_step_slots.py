@@ -320,6 +320,12 @@ def test_each_kind_of_step_has_its_message():
     }
 
 
+def test_the_message_of_a_step_that_overtakes_says_so():
+    step = prefill(4)
+    step.overtakes = True
+    assert SlotWriter().write(step, new_slot()) == messages.Prefill(seq=4, slot=0, overtakes=True)
+
+
 def test_every_third_decode_step_checks_the_next_sequence():
     slot = new_slot()
     steps = StepSlots(LIMITS, 4, range(1), [slot], check_interval=3)

@@ -15,6 +15,7 @@ NONCE = b"n" * messages.NONCE_BYTES
 SERVER_MESSAGES = [
     messages.Connect(version=1, nonce=NONCE, proof=b"p" * 32, shm_name="llm-serving-00", num_slots=8),
     messages.Prefill(seq=1, slot=0),
+    messages.Prefill(seq=1, slot=0, overtakes=True),
     messages.Decode(seq=2, slot=7),
     messages.Move(seq=3, slot=1),
     messages.Abort(seq=3, step=1),
@@ -73,7 +74,7 @@ def test_malformed_messages_are_refused(payload):
 
 def test_message_classes_have_the_order_control_move_prefill_decode():
     classes = [messages.message_class(message) for message in SERVER_MESSAGES]
-    steps = [MessageClass.PREFILL, MessageClass.DECODE, MessageClass.MOVE]
+    steps = [MessageClass.PREFILL, MessageClass.PREFILL, MessageClass.DECODE, MessageClass.MOVE]
     assert classes == [MessageClass.CONTROL, *steps, *[MessageClass.CONTROL] * 3]
     assert MessageClass.CONTROL < MessageClass.MOVE < MessageClass.PREFILL < MessageClass.DECODE
 

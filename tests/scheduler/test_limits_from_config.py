@@ -62,6 +62,20 @@ def test_an_ascend_copies_no_tails_of_prefixes(device: str, copied: bool) -> Non
     assert scheduler_limits(load_config("llama_tiny_cpu.yaml", settings, ascend=True)).copies_tails is copied
 
 
+@pytest.mark.parametrize(
+    ("settings", "first"),
+    [
+        (["model_config.device_target=CPU"], True),
+        (["model_config.device_target=CPU", "parallel_config.data_parallel=2"], True),
+        (["model_config.device_target=CPU", "parallel_config.tensor_parallel=2"], False),
+        (["model_config.device_target=Ascend", "model_config.model_dtype=bfloat16"], False),
+    ],
+)
+def test_only_a_single_agent_on_a_cpu_runs_prefills_of_light_keys_first(settings: list[str], first: bool) -> None:
+    limits = scheduler_limits(load_config("llama_tiny_cpu.yaml", settings, ascend=True))
+    assert limits.runs_light_prefills_first is first
+
+
 def test_caches_of_different_models_and_formats_have_different_namespaces() -> None:
     configs = [
         load_config("llama_tiny_cpu.yaml", overrides)

@@ -80,6 +80,7 @@ class _Slot:
     headers: list[bytes]
     num_drafts: int
     state_moves: list[tuple[int, int, int]]
+    overtakes: bool
 
     @classmethod
     def of(cls, step: ScheduledStep) -> _Slot:
@@ -101,6 +102,7 @@ class _Slot:
             list(step.headers),
             step.num_drafts,
             list(step.state_moves),
+            step.overtakes,
         )
 
 
@@ -150,6 +152,9 @@ class FakeDevice:
 
     def submit(self, step: ScheduledStep) -> None:
         self._check(step)
+        if step.overtakes:
+            queued = {row for slot in self.queue for row in slot.rows}
+            assert queued.isdisjoint(step.rows), "a step overtakes an earlier step of the same sequence"
         self._watch.submit(step)
         self.queue.append(_Slot.of(step))
 
@@ -194,8 +199,11 @@ class FakeDevice:
         last = {"prefill_first": {StepKind.DECODE}, "decode_first": {StepKind.PREFILL, StepKind.MIXED}}
         run_last = last.get(self.limits.policy.value, set())
         return min(
-            self.queue, key=lambda s: (s.seq != self.begun, s.kind is not StepKind.MOVE, s.kind in run_last, s.seq)
-        )
+            self.queue,
+            key=lambda s: (
+                s.seq != self.begun, s.kind is not StepKind.MOVE, s.kind in run_last, not s.overtakes, s.seq
+            ),
+        )  # fmt: skip
 
     def _take_next(self) -> _Slot:
         slot = self._next()

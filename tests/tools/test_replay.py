@@ -15,7 +15,7 @@ from llm_serving.flight.reader import Completed, Stretch, read_recording
 from llm_serving.flight.setup import limits_to_map, record
 from llm_serving.flight.timeline import SpanPhase, build_timeline
 from llm_serving.scheduler.limits import AdmissionKind, BatchingStrategy, Policy, PreemptionKind
-from llm_serving.scheduler.output import StepKind
+from llm_serving.scheduler.output import ScheduledStep, StepKind
 from llm_serving.scheduler.scheduler import Scheduler
 from support.fakes import make_limits, make_request
 from support.recorded_runs import record_random_run, record_waves, recorded_simulation, some_requests
@@ -204,7 +204,7 @@ def test_the_policy_decides_which_step_may_overtake(policy, sent, answered, over
     kinds = {"p": StepKind.PREFILL, "d": StepKind.DECODE, "m": StepKind.MIXED, "v": StepKind.MOVE}
     order = ResultOrder(policy)
     for seq, kind in enumerate(sent):
-        order.sent(seq, kinds[kind])
+        order.sent(ScheduledStep(seq, kinds[kind]))
     found = [order.completed(int(seq), ran=True) for seq in answered]
     assert found[0] == overtaken
     assert found[1] is None
@@ -212,9 +212,26 @@ def test_the_policy_decides_which_step_may_overtake(policy, sent, answered, over
 
 def test_a_dropped_step_overtakes_no_step():
     order = ResultOrder("fcfs")
-    order.sent(0, StepKind.DECODE)
-    order.sent(1, StepKind.DECODE)
+    order.sent(ScheduledStep(0, StepKind.DECODE))
+    order.sent(ScheduledStep(1, StepKind.DECODE))
     assert order.completed(1, ran=False) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "overtaken", "is_light", "wrong"),
+    [
+        (StepKind.PREFILL, StepKind.MIXED, False, None),
+        (StepKind.PREFILL, StepKind.DECODE, False, None),
+        (StepKind.PREFILL, StepKind.MOVE, False, 0),
+        (StepKind.PREFILL, StepKind.PREFILL, True, 0),
+        (StepKind.MIXED, StepKind.PREFILL, True, 0),
+    ],
+)
+def test_a_prefill_step_for_light_keys_overtakes_all_other_steps_except_moves(kind, overtaken, is_light, wrong):
+    order = ResultOrder("slo")
+    order.sent(ScheduledStep(0, overtaken, overtakes=is_light))
+    order.sent(ScheduledStep(1, kind, overtakes=kind is StepKind.PREFILL))
+    assert order.completed(1, ran=True) == wrong
 
 
 class SteadyDevice:
