@@ -174,6 +174,7 @@ def _save_step(flight: InFlightStep) -> dict[str, Any]:
         "do_sample": step.do_sample.copy(),
         "sample_positions": step.sample_positions.copy(),
         "num_drafts": step.num_drafts,
+        "overtakes": step.overtakes,
         "moves": [[move.kind.name, move.source, move.destination] for move in step.moves],
         "sequences": [sequence.arrival_index for sequence in flight.sequences],
         "first_chunk": flight.first_chunk,
@@ -200,5 +201,6 @@ def _load_step(state: dict[str, Any], sequences: Sequences) -> InFlightStep:
         moves=[BlockMove(MoveKind[name], source, target) for name, source, target in state["moves"]],
         num_drafts=state["num_drafts"],
         reason=StepReason[state["reason"]],
+        overtakes=state.get("overtakes", False),  # older recordings have no such steps
     )
     return InFlightStep(step, in_flight, state["first_chunk"], [BlockCopy(*pair) for pair in state["copies"]])

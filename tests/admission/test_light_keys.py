@@ -6,13 +6,16 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from llm_serving.admission.light_keys import LIGHT_SHARE, MAX_LIGHT_STREAK, MEMORY_S
 from llm_serving.flight.reader import read_recording
+from llm_serving.flight.state import RecordingCodec, ReplayCodec, restore_state
 from llm_serving.request import Request
 from llm_serving.scheduler.limits import Policy
 from llm_serving.scheduler.output import ScheduledStep, StepKind
+from llm_serving.scheduler.scheduler import Scheduler
 from support.fakes import make_limits, make_request
 from support.recorded_runs import recorded_simulation
 from support.simulation import Simulation, random_run
@@ -208,6 +211,16 @@ def test_the_second_chunk_of_a_prompt_does_not_overtake_the_first() -> None:
     assert (first.query_lens, first.overtakes) == ([16], True)
     simulation.finish()
     assert request.is_finished
+
+
+def test_a_restored_scheduler_knows_which_step_overtakes() -> None:
+    simulation = with_a_queued_step(Policy.CHUNKED, runs_light_prefills_first=True)
+    simulation.add(ask("l1", "light", arrival=simulation.now))
+    simulation.schedule()
+    state = msgspec.msgpack.encode(simulation.scheduler.snapshot(RecordingCodec(None)))
+    copy = Scheduler(simulation.limits)
+    restore_state(copy, msgspec.msgpack.decode(state), ReplayCodec(keeps_tokens=False))
+    assert [step.overtakes for step in copy.steps_in_flight()] == [False, False, True]
 
 
 @pytest.mark.parametrize("policy", [Policy.CHUNKED, Policy.SLO])

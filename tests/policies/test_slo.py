@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
+
 from llm_serving.policies.slo import LONGEST_STEP
 from llm_serving.request import Request
 from llm_serving.scheduler.limits import Policy, SchedulerLimits
@@ -264,6 +266,29 @@ def test_the_admission_limit_counts_requests_that_can_start_in_time() -> None:
     simulation = timed(ttft_objective=0.2, tbt_objective=1.0, max_waiting_requests=8)
     learn(simulation)
     assert taken_at_the_door(simulation, 2.0, 0.002, prompt=100) <= 8 + 10
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_steps_are_sent_late_for_light_keys_only_if_the_agent_keeps_the_order(first: bool) -> None:
+    """A light key has just had a request. The next one must not wait for a queued step."""
+    simulation = timed(decode_steps_ahead=1, runs_light_prefills_first=first)
+    learn(simulation)
+    for index in range(40):
+        request = make_request(f"h{index}", 20, 400, arrival=simulation.now)
+        request.tenant = "heavy"
+        simulation.add(request)
+    for _ in range(40):
+        simulation.step()
+    light = make_request("light", 20, 1, arrival=simulation.now)
+    light.tenant = "light"
+    simulation.add(light)
+    while not light.is_finished:
+        simulation.step()
+    while simulation.device.queue:
+        simulation.answer()
+    simulation.schedule()
+    assert simulation.scheduler.figures.steps_in_flight == (2 if first else 1)
+    assert (simulation.scheduler.next_wakeup(simulation.now) is None) == first
 
 
 class FreePrompts(Simulation):
