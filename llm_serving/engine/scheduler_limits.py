@@ -36,7 +36,7 @@ def scheduler_limits(config: Config) -> SchedulerLimits:
         fairness=scheduler.fairness,
         splits_adapters=config.lora_config.batching == "split",
         light_keys_first=scheduler.light_keys_first,
-        # The agents of a group must agree on the order of their steps. An Ascend launches queued steps at once.
+        # The agents of a group must agree on the order of their steps. An Ascend launches queued steps immediately.
         runs_light_prefills_first=(
             config.device != "Ascend" and config.parallel_config.group_size == 1 and not config.num_state_snapshots
         ),

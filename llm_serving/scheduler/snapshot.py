@@ -201,6 +201,6 @@ def _load_step(state: dict[str, Any], sequences: Sequences) -> InFlightStep:
         moves=[BlockMove(MoveKind[name], source, target) for name, source, target in state["moves"]],
         num_drafts=state["num_drafts"],
         reason=StepReason[state["reason"]],
-        overtakes=state.get("overtakes", False),  # older recordings have no such steps
+        overtakes=state.get("overtakes", False),  # older recordings do not have this field
     )
     return InFlightStep(step, in_flight, state["first_chunk"], [BlockCopy(*pair) for pair in state["copies"]])
