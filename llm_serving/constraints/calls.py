@@ -27,6 +27,10 @@ models may repeat white space endlessly.
 """
 _COMMENTS = frozenset({"type", "title", "description", "default", "examples", "deprecated"})
 _XML_KEYS = _COMMENTS | {"properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
+_OPEN_KEYS = frozenset(
+    {"$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "patternProperties"}
+)
+"""Keywords that may describe parameters beside ``properties``."""
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -47,6 +51,8 @@ class CallableTool:
     name: str
     parameters: Mapping[str, Any] | None
     is_strict: bool = True
+    is_lenient: bool = False
+    """Whether the grammar leaves out keywords that the model's format cannot enforce. If False, they are an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +272,7 @@ def _arguments(rules: _Rules, index: int, tool: CallableTool, tool_format: ToolF
     if schema is None:
         schema = _NO_ARGUMENTS
     if tool_format.arguments == "xml":
-        return _xml_arguments(rules, index, schema, tool.is_strict)
+        return _xml_arguments(rules, index, schema, tool)
     if not tool.is_strict:
         return _json({"type": "object"})
     return _json(
@@ -274,64 +280,88 @@ def _arguments(rules: _Rules, index: int, tool: CallableTool, tool_format: ToolF
     )
 
 
-def _xml_arguments(rules: _Rules, index: int, schema: Mapping[str, Any], is_strict: bool) -> str:
+def _xml_arguments(rules: _Rules, index: int, schema: Mapping[str, Any], tool: CallableTool) -> str:
     """Returns the expression of arguments in tags, one tag for each parameter, in the order of the schema.
 
-    If ``is_strict`` is False, the parameters may have any names and values. Raises UnsupportedToolError.
+    If the tool is not strict, the parameters may have any names and values. Raises UnsupportedToolError.
     """
     close = json.dumps("\n</parameter>\n")
-    if not is_strict:
+    if not tool.is_strict or (tool.is_lenient and _has_other_parameters(schema)):
         rules.add(f"any{index}[lazy]", f"{_TEXT} {close}")
         rules.add(f"many{index}", f'("<parameter=" /[^>\\n]+/ ">\\n" any{index})*')
         return f"many{index}"
-    if unknown := sorted(schema.keys() - _XML_KEYS):
+    if not tool.is_lenient and (unknown := sorted(schema.keys() - _XML_KEYS)):
         raise UnsupportedToolError(index, f"the keyword {unknown[0]!r} cannot be enforced in the format of this model")
-    required = schema.get("required", [])
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        raise UnsupportedToolError(index, "'properties' must be an object, and 'required' a list")
+    needed = {one for one in required if isinstance(one, str)}
     parts = []
-    for i, (name, one) in enumerate(schema.get("properties", {}).items()):
+    for i, (name, one) in enumerate(properties.items()):
         if re.search(r"[>\n]", name):
+            if tool.is_lenient:
+                continue
             raise UnsupportedToolError(index, f"the name {name!r} cannot be written in the format of this model")
         value = f"value{index}_{i}"
-        if _add_value(rules, value, index, one, schema, close):
+        if not tool.is_lenient:
+            _check_value(index, one, schema)
+        if _add_value(rules, value, one, schema, close):
             value += f" {close}"
         rules.add(f"parameter{index}_{i}", f"{rules.literal(f'<parameter={name}>' + chr(10))} {value}")
-        parts.append(f"parameter{index}_{i}" + ("" if name in required else "?"))
+        parts.append(f"parameter{index}_{i}" + ("" if name in needed else "?"))
     return " ".join(parts)
 
 
-def _add_value(rules: _Rules, name: str, index: int, schema: object, root: Mapping[str, Any], close: str) -> bool:
+def _has_other_parameters(schema: Mapping[str, Any]) -> bool:
+    """Returns True if arguments may have parameters that ``properties`` does not list."""
+    return bool(schema.keys() & _OPEN_KEYS) or (
+        not schema.get("properties") and schema.get("additionalProperties", False) is not False
+    )
+
+
+def _add_value(rules: _Rules, name: str, schema: object, root: Mapping[str, Any], close: str) -> bool:
     """Adds the rule of a parameter's value. Returns False if this rule also includes ``close``, the text after the
     value.
     """
     schema = resolve(schema, root)
     types = json_types(schema, root)
-    if not isinstance(schema, Mapping) or not types or STRING in types:
-        texts = (
-            schema.get("enum", [schema["const"]] if "const" in schema else None)
-            if isinstance(schema, Mapping)
-            else None
-        )
-        if isinstance(texts, list) and types == {STRING}:
-            rules.add(name, " | ".join(rules.literal(text) or '""' for text in texts))
-            return True
-        _check_text(index, schema)
-        rules.add(f"{name}[lazy]", f"{_TEXT} {close}")
-        return False
-    definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    rules.add(name, _json({**schema, **definitions}))
-    return True
+    if isinstance(schema, Mapping) and types and STRING not in types:
+        definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        rules.add(name, _json({**schema, **definitions}))
+        return True
+    if texts := _choices(schema, types):
+        rules.add(name, " | ".join(rules.literal(text) or '""' for text in texts))
+        return True
+    rules.add(f"{name}[lazy]", f"{_TEXT} {close}")
+    return False
 
 
-def _check_text(index: int, schema: object) -> None:
+def _choices(schema: object, types: frozenset[str]) -> list[str]:
+    """Returns the texts of a parameter that must be one of several texts. Returns [] for any other parameter."""
+    if not isinstance(schema, Mapping) or types != {STRING}:
+        return []
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return [one for one in values if isinstance(one, str)] if isinstance(values, list) else []
+
+
+def _check_value(index: int, schema: object, root: Mapping[str, Any]) -> None:
     """Raises UnsupportedToolError if the schema of a parameter limits its text, for example its length.
 
-    The model writes this parameter without quotes, and the grammar then allows any text.
+    The model writes a text without quotes. The grammar then allows any text, or the texts of ``enum`` or ``const``.
     """
+    schema = resolve(schema, root)
+    types = json_types(schema, root)
+    if isinstance(schema, Mapping) and (not types or STRING in types):
+        choices = {"enum" if "enum" in schema else "const"} if _choices(schema, types) else set()
+        _check_text(index, schema, _COMMENTS | choices)
+
+
+def _check_text(index: int, schema: object, allowed: frozenset[str]) -> None:
     if not isinstance(schema, Mapping):
         return
     for key, value in schema.items():
         if key in ("anyOf", "oneOf") and isinstance(value, list):
             for one in value:
-                _check_text(index, one)
-        elif key not in _COMMENTS:
+                _check_text(index, one, _COMMENTS)
+        elif key not in allowed:
             raise UnsupportedToolError(index, f"the keyword {key!r} cannot be enforced in the format of this model")

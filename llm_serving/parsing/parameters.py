@@ -13,6 +13,8 @@ from typing import Any
 STRING = "string"
 MAX_REFERENCES = 8
 """Maximum number of consecutive references (``$ref``) that are followed."""
+MAX_OPTIONS = 64
+"""Maximum number of options (``anyOf``) of a parameter whose types are read. It bounds the work for large schemas."""
 
 
 def resolve(schema: object, root: Mapping[str, Any]) -> object:
@@ -39,9 +41,33 @@ def resolve(schema: object, root: Mapping[str, Any]) -> object:
 def json_types(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
     """Returns the JSON types that a schema allows, or an empty set if the schema states no types.
 
-    ``root`` is the whole schema, in which references are looked up.
+    ``root`` is the whole schema, in which references are looked up. If the schema has more than ``MAX_OPTIONS``
+    options, also inside of each other, the result is empty.
     """
-    schema = resolve(schema, root)
+    found: set[str] = set()
+    pending, seen = [schema], set[int]()
+    while pending:
+        one = resolve(pending.pop(), root)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        options = _options(one)
+        types = frozenset[str]() if options else _own_types(one)
+        if len(seen) + len(options) > MAX_OPTIONS or not (options or types):
+            return frozenset()
+        found |= types
+        pending += options
+    return frozenset(found)
+
+
+def _options(schema: object) -> list[object]:
+    """Returns the schemas in ``anyOf`` or ``oneOf``, if the schema itself states no type. Otherwise returns []."""
+    if not isinstance(schema, Mapping) or isinstance(schema.get("type"), str | list):
+        return []
+    return next((schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)), [])
+
+
+def _own_types(schema: object) -> frozenset[str]:
     if not isinstance(schema, Mapping):
         return frozenset()
     kind = schema.get("type")
@@ -49,15 +75,8 @@ def json_types(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
         return frozenset((kind,))
     if isinstance(kind, list):
         return frozenset(one for one in kind if isinstance(one, str))
-    for key in ("anyOf", "oneOf"):
-        options = schema.get(key)
-        if isinstance(options, list):
-            found = [json_types(option, root) for option in options if option != schema]
-            return frozenset().union(*found) if all(found) else frozenset()
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(values, list):
-        return frozenset(map(_type_of, values))
-    return frozenset()
+    return frozenset(map(_type_of, values)) if isinstance(values, list) else frozenset()
 
 
 def parameter_types(schema: Mapping[str, Any] | None) -> dict[str, frozenset[str]]:

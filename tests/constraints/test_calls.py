@@ -228,11 +228,55 @@ def test_parameters_in_tags(compiler: GrammarCompiler) -> None:
         {"properties": {"a": {"anyOf": [{"type": "string", "pattern": "x"}, {"type": "null"}]}}},
         {"properties": {"a": {}}, "minProperties": 1},
         {"properties": {"a>": {}}},
+        {"properties": {"a": {"type": "string", "enum": ["x", "yy"], "minLength": 2}}},
+        {"properties": {"a": {"type": "string", "enum": [1]}}},
     ],
 )
 def test_limits_of_texts_in_tags_are_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedToolError, match="in the format of this model"):
         answer_grammar({}, tool_format=TOOL_FORMATS["qwen3_coder"], tools=[CallableTool("f", schema)])
+    answer_grammar({}, tool_format=TOOL_FORMATS["qwen3_coder"], tools=[CallableTool("f", schema, is_lenient=True)])
+
+
+@pytest.mark.parametrize("schema", [{"properties": []}, {"properties": {}, "required": 5}])
+def test_parameters_in_tags_must_be_listed(schema: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedToolError, match="must be an object"):
+        answer_grammar({}, tool_format=TOOL_FORMATS["qwen3_coder"], tools=[CallableTool("f", schema, is_lenient=True)])
+
+
+def test_a_lenient_grammar_enforces_the_rest_of_the_schema(compiler: GrammarCompiler) -> None:
+    schema = {
+        "type": "object",
+        "minProperties": 1,
+        "properties": {
+            "url": {"type": "string", "format": "uri", "minLength": 5},
+            "mode": {"type": "string", "enum": ["read", "write", 7]},
+            "days": {"type": "integer", "minimum": 1},
+            "a>b": {"type": "string"},
+        },
+        "required": ["url"],
+    }
+    tools = [CallableTool("fetch", schema, is_lenient=True)]
+    language = Language(compiler, {}, tool_format=TOOL_FORMATS["qwen3_coder"], tools=tools, is_required=True)
+    for values in ({"url": "x"}, {"url": "x", "mode": "read", "days": 2}):
+        assert written("qwen3_coder", ("fetch", values)) in language
+    for values in ({"mode": "read"}, {"url": "x", "mode": "other"}, {"url": "x", "days": 0}, {"url": "x", "a": "b"}):
+        assert written("qwen3_coder", ("fetch", values)) not in language
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [{"properties": {"a": {"type": "string"}}}, {"properties": {"b": {"type": "string"}}}]},
+        {"type": "object", "additionalProperties": {"type": "string"}},
+    ],
+)
+def test_a_lenient_grammar_allows_any_parameters_if_the_schema_does_not_list_them(
+    compiler: GrammarCompiler, schema: dict[str, Any]
+) -> None:
+    tools = [CallableTool("f", schema, is_lenient=True)]
+    language = Language(compiler, {}, tool_format=TOOL_FORMATS["qwen3_coder"], tools=tools, is_required=True)
+    assert written("qwen3_coder", ("f", {"b": "x"})) in language
 
 
 def test_the_fixtures_of_every_format_fit_its_grammar(compiler: GrammarCompiler) -> None:

@@ -268,6 +268,45 @@ def test_the_format_of_the_config(tokenizer: Tokenizer, name: str) -> None:
         assert len(call["id"]) == (9 if name.startswith("mistral") else 29)
 
 
+FETCH = {
+    "name": "fetch",
+    "parameters": {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "type": "object",
+        "properties": {
+            "url": {"type": "string", "format": "uri"},
+            "prompt": {"type": "string", "minLength": 1},
+            "name": {"type": "string", "pattern": "^[a-z]+$"},
+        },
+        "required": ["url"],
+        "minProperties": 1,
+        "additionalProperties": False,
+    },
+}
+"""A tool like those of Claude Code: its schema has keywords that the format qwen3_coder cannot enforce."""
+
+
+def test_a_format_that_cannot_enforce_a_schema_refuses_it_only_if_the_tool_is_strict(tokenizer: Tokenizer) -> None:
+    engine = FakeEngine(tokenizer)
+    say_exactly(engine, "<tool_call>\n<function=fetch>\n<parameter=url>\na b\n</parameter>\n</function>\n</tool_call>")
+    with running(engine, max_context=4096, max_prompt_tokens=4000, tool_format="qwen3_coder") as server:
+
+        def ask_with(**more: Any) -> Any:
+            tools = [NOW, {"type": "function", "function": FETCH | more}]
+            return server.post(URL, {"messages": ASK, "tools": tools, "tool_choice": "auto"})
+
+        [call] = ask_with().json()["choices"][0]["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"url": "a b"}
+        anthropic = {"name": "fetch", "input_schema": FETCH["parameters"]}
+        answer = server.post("/v1/messages", {"messages": ASK, "max_tokens": 200, "tools": [anthropic]})
+        assert answer.json()["content"][0]["input"] == {"url": "a b"}
+        refused = ask_with(strict=True)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"]) == (400, "tools[1].function.parameters")
+        assert "'minProperties' cannot be enforced in the format of this model" in error["message"]
+        assert "set 'strict' to false" in error["message"]
+
+
 def test_special_tokens_reach_the_parser(
     client: openai.OpenAI, server: HttpServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

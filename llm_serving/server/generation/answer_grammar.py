@@ -73,7 +73,12 @@ def _with_plan(
     choice = body.tool_choice
     is_required = choice == "required" or isinstance(choice, NamedTool)
     tools = [
-        CallableTool(one.function.name, one.function.parameters, one.function.strict is not False)
+        CallableTool(
+            one.function.name,
+            one.function.parameters,
+            is_strict=one.function.strict is not False,
+            is_lenient=one.function.strict is None,
+        )
         for one in offered_tools(body)
         if not isinstance(choice, NamedTool) or one.function.name == choice.name
     ]
