@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from threading import Lock
 
 import llguidance
 import numpy as np
@@ -25,7 +25,9 @@ from llm_serving.constraints.grammar import (
     REGEX,
     Grammar,
 )
+from llm_serving.constraints.large_stack import on_large_stack
 from llm_serving.constraints.schema_keywords import rewritten_text
+from llm_serving.constraints.work_limits import GrammarError, check_work
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import RequestError
 from llm_serving.request import ConstraintError
@@ -41,12 +43,29 @@ _ABSENT = re.compile(r"Resource ('[^']*') is not present in a registry")
 """Matches llguidance's error for a reference to a schema that is not in the text."""
 
 
-def _limits() -> llguidance.LLParserLimits:
-    """Returns the limits that bound the time and memory of llguidance when it compiles a grammar or computes a mask."""
-    return llguidance.LLParserLimits(
-        max_items_in_row=20_000, initial_lexer_fuel=500_000, step_lexer_fuel=200_000, step_max_items=50_000,
-        max_lexer_states=50_000, max_grammar_size=100_000,
-    )  # fmt: skip
+LIMITS = {
+    "max_grammar_size": (100_000, "symbols of the grammar"),
+    "initial_lexer_fuel": (500_000, "units of work to prepare its regular expressions"),
+    "max_lexer_states": (50_000, "states of its regular expressions"),
+    "step_lexer_fuel": (200_000, "units of work for its regular expressions in one mask"),
+    "step_max_items": (50_000, "parser items in one mask"),
+    "max_items_in_row": (20_000, "parser items at one place of the text"),
+}
+"""Limits of the time and memory that llguidance may use to compile a grammar or to compute a mask, with descriptions.
+
+They count work, so the answer to a request does not depend on the speed of the machine. ``work_limits`` bounds the
+rest of the work.
+"""
+_EXCEEDED = {
+    "grammar size": "max_grammar_size",
+    "initial lexer configuration": "initial_lexer_fuel",
+    "fuel exhausted when checking relevance": "initial_lexer_fuel",
+    "too many states": "max_lexer_states",
+    "too many expressions constructed": "step_lexer_fuel",
+    "Too many items": "step_max_items",
+    "Current row has": "max_items_in_row",
+}
+"""Maps a part of an error text of llguidance to the limit that was exceeded."""
 
 
 class _Vocabulary:
@@ -161,7 +180,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._end_token_ids = list(end_token_ids)
         self._tokenizer: llguidance.LLTokenizer | None = None
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._compiling = asyncio.Semaphore(MAX_COMPILING)
         self._cache: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
 
@@ -175,30 +194,47 @@ class GrammarCompiler:
             raise RequestError(
                 f"'{param}' has {size} bytes; the maximum is {limit}.", param=param, code="invalid_value"
             )
+        if not self._end_token_ids:
+            raise RequestError(
+                f"'{param}' needs a token that ends the text, and this model has none.", param=param, code="unsupported"
+            )
         known = self._cache.get(grammar)
         if known is None:
-            async with self._compiling:
-                loop = asyncio.get_running_loop()
-                known = await loop.run_in_executor(None, self._compile, grammar, param)
+            try:
+                known = await self._compile_elsewhere(grammar)
+            except GrammarError as error:
+                text = f"'{param}' cannot be used: {error}. Change or remove this part."
+                raise RequestError(text, param=param, code="invalid_value") from None
             self._cache[grammar] = known
             if len(self._cache) > MAX_CACHED_GRAMMARS:
                 self._cache.popitem(last=False)
         self._cache.move_to_end(grammar)
         return known
 
-    def _compile(self, grammar: Grammar, param: str) -> CompiledGrammar:
-        if not self._end_token_ids:
-            raise RequestError(
-                f"'{param}' needs a token that ends the text, and this model has none.", param=param, code="unsupported"
-            )
+    async def problem_of(self, grammar: Grammar) -> str:
+        """Returns the reason why ``grammar`` cannot be compiled, or "" if it can. Does not cache the grammar."""
         try:
-            matcher = llguidance.LLMatcher(self._prepared(), _library_grammar(grammar), log_level=0, limits=_limits())
+            await self._compile_elsewhere(grammar)
+        except GrammarError as error:
+            return str(error)
+        return ""
+
+    async def _compile_elsewhere(self, grammar: Grammar) -> CompiledGrammar:
+        """Compiles ``grammar`` in a thread, so that the event loop is not blocked. Raises GrammarError."""
+        async with self._compiling:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(None, on_large_stack, self._compile, grammar)
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        try:
+            limits = llguidance.LLParserLimits(**{name: value for name, (value, _) in LIMITS.items()})
+            matcher = llguidance.LLMatcher(self._prepared(), _library_grammar(grammar), log_level=0, limits=limits)
         except ValueError as error:
-            raise _refused(param, str(error)) from None
+            raise _refused(str(error)) from None
         if matcher.is_error():
-            raise _refused(param, matcher.get_error())
+            raise _refused(matcher.get_error())
         compiled = CompiledGrammar(matcher, -(-self._vocab_size // 32), self._end_token_ids)
-        _try(compiled, param)
+        _try(compiled)
         return compiled
 
     def _prepared(self) -> llguidance.LLTokenizer:
@@ -214,17 +250,17 @@ class GrammarCompiler:
             return self._tokenizer
 
 
-def _try(compiled: CompiledGrammar, param: str) -> None:
+def _try(compiled: CompiledGrammar) -> None:
     """Checks a grammar by generating a few tokens that it allows.
 
-    Raises RequestError if the grammar is too complex or allows no text. The check also computes the grammar's first
+    Raises GrammarError if the grammar is too complex or allows no text. The check also computes the grammar's first
     mask, which takes the most time. The copies of the grammar for each request then reuse this mask.
     """
     constraint = compiled.start()
     for _ in range(TRIED_TOKENS):
         words = constraint.mask()
         if constraint.error:
-            raise _refused(param, constraint.error)
+            raise _refused(constraint.error)
         word = int(words.nonzero()[0][0])
         token_id = 32 * word + (int(words[word]) & -int(words[word])).bit_length() - 1
         if constraint.ends_with(token_id):
@@ -232,13 +268,17 @@ def _try(compiled: CompiledGrammar, param: str) -> None:
         try:
             constraint.advance(token_id)
         except ConstraintError:
-            raise _refused(param, constraint.error) from None
+            raise _refused(constraint.error) from None
 
 
 def _library_grammar(grammar: Grammar) -> str:
+    """Returns ``grammar`` in the form that llguidance reads. Raises GrammarError if compiling it may take too long."""
+    if grammar.kind == JSON_SCHEMA:
+        grammar = Grammar(JSON_SCHEMA, rewritten_text(grammar.text))
+    check_work(grammar)
     if grammar.kind == JSON_SCHEMA:
         return llguidance.LLMatcher.grammar_from_json_schema(
-            rewritten_text(grammar.text), defaults={"whitespace_pattern": JSON_WHITESPACE}, overrides={"lenient": False}
+            grammar.text, defaults={"whitespace_pattern": JSON_WHITESPACE}, overrides={"lenient": False}
         )
     if grammar.kind == COMPOSED:
         return grammar.text
@@ -247,19 +287,22 @@ def _library_grammar(grammar: Grammar) -> str:
     return llguidance.LLMatcher.grammar_from_lark(grammar.text)
 
 
-def _refused(param: str, reason: str) -> RequestError:
-    text = f"'{param}' cannot be used: {_one_line(_in_the_clients_words(reason))}. Change or remove this part."
-    return RequestError(text, param=param, code="invalid_value")
+def _refused(reason: str) -> GrammarError:
+    return GrammarError(_one_line(_in_the_clients_words(reason)))
 
 
 def _in_the_clients_words(reason: str) -> str:
     """Rewrites an error text of llguidance for clients. Leaves out options that clients cannot set, and names the
-    keyword that caused the error.
+    keyword or the limit that caused the error.
     """
     if reason.startswith("oneOf constraints are not supported"):
         return "Unimplemented keys: [\"oneOf\"], because its options may overlap; use anyOf"
     if found := _ABSENT.match(reason):
         return f"the $ref {found[1]} names a schema outside of the request"
+    for text, name in _EXCEEDED.items():
+        if text in reason:
+            value, what = LIMITS[name]
+            return f"it is too complex: it needs more than {value} {what}, the limit {name}"
     return reason
 
 

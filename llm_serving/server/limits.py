@@ -81,6 +81,8 @@ INLINE_MESSAGES = 128
 """Maximum number of messages and tool calls that the event loop's thread converts and renders."""
 INLINE_BODY_BYTES = 65536
 """Maximum size of a request body that the event loop's thread parses. Another thread parses larger bodies."""
+INLINE_SCHEMA_BYTES = 4096
+"""Maximum size of the schemas of tools that the event loop's thread makes a grammar of."""
 MAX_DETOKENIZE = 131072
 """Maximum number of tokens in a request to ``/detokenize``."""
 MAX_JSON_VALUES = 262_144

@@ -6,19 +6,32 @@ import asyncio
 import functools
 import json
 import random
+import subprocess
+import sys
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
 from llm_serving.config import load_config
-from llm_serving.constraints.compiler import CompiledGrammar, GrammarCompiler
+from llm_serving.constraints import compiler as compiler_module
+from llm_serving.constraints.calls import CallableTool, answer_grammar
+from llm_serving.constraints.compiler import LIMITS, MAX_COMPILING, CompiledGrammar, GrammarCompiler
 from llm_serving.constraints.grammar import ANY_JSON_OBJECT, LARK, REGEX, Grammar, choice_grammar, schema_grammar
+from llm_serving.constraints.work_limits import (
+    MAX_MULTIPLES,
+    MAX_PATTERN_PROPERTIES,
+    MAX_PATTERNS_TOGETHER,
+    MAX_PROPERTIES,
+)
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.engine.tokenizer_backends import load_tokenizer
 from llm_serving.errors import RequestError
+from llm_serving.parsing.formats import TOOL_FORMATS
 from llm_serving.request import ConstraintError
 from support.small_tokenizers import open_tokenizer, write_llama2_folder
+from support.time_limits import time_limit
 
 PERSON = {
     "type": "object",
@@ -162,3 +175,170 @@ def test_a_model_without_an_end_token_has_no_structured_output(compiler: Compile
     without_end = GrammarCompiler(compiler.tokenizer, compiler.vocab_size, [])
     with pytest.raises(RequestError, match="needs a token that ends the text"):
         asyncio.run(without_end.compile(ANY_JSON_OBJECT, "field"))
+
+
+NUMBERS = schema_grammar({"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(50)}})
+WORDS = Grammar(REGEX, "(a|b)*a(a|b){10}")
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "grammar"),
+    [
+        ("max_grammar_size", 10, NUMBERS),
+        ("initial_lexer_fuel", 10, NUMBERS),
+        ("max_lexer_states", 5, WORDS),
+        ("step_lexer_fuel", 5, WORDS),
+        ("step_max_items", 3, NUMBERS),
+        ("max_items_in_row", 3, NUMBERS),
+    ],
+)
+def test_each_limit_of_the_library_is_set_and_named(
+    monkeypatch: pytest.MonkeyPatch, limit: str, value: int, grammar: Grammar
+) -> None:
+    compiler = Compiler(byte_level().tokenizer)
+    compiler.compile(grammar)
+    monkeypatch.setitem(LIMITS, limit, (value, LIMITS[limit][1]))
+    with pytest.raises(RequestError, match=f"it needs more than {value} .*, the limit {limit}"):
+        Compiler(byte_level().tokenizer).compile(grammar)
+
+
+COMBINED = [{"type": "string", "pattern": f"a{i}.*b"} for i in range(MAX_PATTERNS_TOGETHER + 1)]
+PRIMES = {f"p{i}": {"type": "integer", "multipleOf": value} for i, value in enumerate((30011, 30013, 40009))}
+TEXTS = {f"p{i}": one for i, one in enumerate(COMBINED)}
+WORK = {
+    "properties": ({"properties": {str(i): {} for i in range(MAX_PROPERTIES + 1)}}, MAX_PROPERTIES),
+    "required": ({"required": [str(i) for i in range(MAX_PROPERTIES + 1)]}, MAX_PROPERTIES),
+    "patternProperties": (
+        {"patternProperties": {f"^{i:03}$": {} for i in range(MAX_PATTERN_PROPERTIES + 1)}}, MAX_PATTERN_PROPERTIES
+    ),
+    "multipleOf": ({"properties": PRIMES}, MAX_MULTIPLES),
+    "multipleOf of one number": ({"allOf": [{"multipleOf": value} for value in (101, 103, 107)]}, MAX_MULTIPLES),
+    "patterns in allOf": ({"allOf": COMBINED}, MAX_PATTERNS_TOGETHER),
+    "patterns of references": (
+        {"$defs": {"a": {"allOf": COMBINED[:6]}}, "properties": {"b": {"$ref": "#/$defs/a", "allOf": COMBINED[6:]}}},
+        MAX_PATTERNS_TOGETHER,
+    ),
+    "patterns of merged properties": (
+        {"allOf": [{"properties": {"a": one}} for one in COMBINED]}, MAX_PATTERNS_TOGETHER
+    ),
+}  # fmt: skip
+"""Schemas that would keep the library busy for seconds or hours, each with the limit that refuses it."""
+
+
+def as_tool(schema: object) -> Grammar:
+    assert isinstance(schema, dict)
+    return answer_grammar({}, tool_format=TOOL_FORMATS["hermes"], tools=[CallableTool("f", schema)], is_required=True)
+
+
+def as_lark(schema: object) -> Grammar:
+    return Grammar(LARK, f"start: value // a schema\nvalue: %json # here\n {json.dumps(schema)}\n")
+
+
+@pytest.mark.parametrize("form", [schema_grammar, as_tool, as_lark])
+@pytest.mark.parametrize("name", WORK)
+def test_schemas_that_take_too_long_are_refused_before_the_library_sees_them(
+    monkeypatch: pytest.MonkeyPatch, name: str, form: Any
+) -> None:
+    schema, limit = WORK[name]
+    monkeypatch.setattr(compiler_module.llguidance, "LLMatcher", None)
+    with pytest.raises(RequestError, match=f"; the maximum is {limit}"):
+        byte_level().compile(form(schema))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {str(i): {"type": "null"} for i in range(300)}, "required": [str(i) for i in range(300)]},
+        {"properties": {f"p{i}": {"type": "number", "multipleOf": 10**i} for i in range(7)}},
+        {"properties": {f"p{i}": {"type": "integer", "multipleOf": 1000 + i} for i in range(20)}},
+        {"properties": TEXTS},
+        {"anyOf": COMBINED},
+        {"$defs": TEXTS, "properties": {f"p{i}": {"$ref": f"#/$defs/p{i}"} for i in range(len(TEXTS))}},
+        {"allOf": [{"properties": TEXTS}, {"required": ["p1"]}]},
+    ],
+    ids=["properties", "powers of ten", "numbers", "texts", "options", "references", "one object"],
+)
+def test_schemas_whose_parts_do_not_apply_to_the_same_value_are_accepted(schema: dict[str, Any]) -> None:
+    byte_level().compile(schema_grammar({**schema, "type": "object"} if "anyOf" not in schema else schema))
+
+
+@pytest.mark.parametrize("operator", [" & ", " & ~"])
+def test_a_grammar_may_not_combine_too_many_patterns(operator: str) -> None:
+    patterns = [f"/(.*)a{i} & ~ b/" for i in range(MAX_PATTERNS_TOGETHER + 1)]
+    with pytest.raises(RequestError, match=f"combine .* patterns; the maximum is {MAX_PATTERNS_TOGETHER}"):
+        byte_level().compile(Grammar(LARK, f"start: A\nA: {operator.join(patterns)}\n"))
+    byte_level().compile(Grammar(LARK, f"start: A\nA: {' | '.join(patterns)} // & & & & & & & & & & &\n"))
+
+
+CHAIN = """
+import sys; sys.path[:0] = sys.argv[1:]
+from constraints import test_compiler as tests
+links = {f"{i:x}": {"items": {"$ref": f"#/$defs/{i + 1:x}"}} for i in range(1500)}
+tests.byte_level().compile(tests.schema_grammar({"$defs": {**links, f"{1500:x}": {}}, "$ref": "#/$defs/0"}))
+rules = "".join(f"r{i}: r{i + 1}\\n" for i in range(4000))
+tests.byte_level().compile(tests.Grammar(tests.LARK, f'start: r0\\n{rules}r4000: "x"\\n'))
+print("compiled")
+"""
+
+
+def test_long_chains_of_references_do_not_end_the_process() -> None:
+    """Runs in a process of its own, because an overflow of the stack would end it."""
+    command = [sys.executable, "-c", CHAIN, *sys.path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=time_limit(60), check=False)
+    assert (done.returncode, done.stdout) == (0, "compiled\n"), done.stderr
+
+
+class SlowCompiler(GrammarCompiler):
+    """A compiler whose threads wait until the event loop lets them continue."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer, tokenizer.vocab_size, list(tokenizer.eos_token_ids))
+        self.started = threading.Semaphore(0)
+        self.go_on = threading.Semaphore(0)
+        self.running: set[Grammar] = set()
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        self.running.add(grammar)
+        self.started.release()
+        assert self.go_on.acquire(timeout=time_limit(20)), "the event loop is blocked"
+        self.running.discard(grammar)
+        return super()._compile(grammar)
+
+
+async def has_started(compiler: SlowCompiler) -> None:
+    """Lets the event loop run until a compilation has started."""
+    for _ in range(int(time_limit(20_000))):
+        if compiler.started.acquire(blocking=False):
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("no compilation has started")
+
+
+def test_a_slow_compilation_does_not_block_the_event_loop() -> None:
+    async def run() -> None:
+        compiler = SlowCompiler(byte_level().tokenizer)
+        task = asyncio.create_task(compiler.compile(ANY_JSON_OBJECT, "field"))
+        await has_started(compiler)
+        compiler.go_on.release()
+        assert isinstance(await task, CompiledGrammar)
+
+    asyncio.run(run())
+
+
+def test_few_grammars_are_compiled_at_the_same_time() -> None:
+    async def run() -> None:
+        compiler = SlowCompiler(byte_level().tokenizer)
+        grammars = [choice_grammar([text]) for text in ("a", "b", "c", "d")]
+        tasks = [asyncio.create_task(compiler.compile(grammar, "field")) for grammar in grammars]
+        for _ in range(MAX_COMPILING):
+            await has_started(compiler)
+        for _ in range(len(grammars) - MAX_COMPILING):
+            await asyncio.sleep(0.02)
+            assert len(compiler.running) == MAX_COMPILING
+            compiler.go_on.release()
+            await has_started(compiler)
+        for _ in range(MAX_COMPILING):
+            compiler.go_on.release()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(run())

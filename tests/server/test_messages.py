@@ -300,6 +300,8 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "weather"),
     ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name", "pattern"),
     ({"tools": [{"name": "a", "input_schema": {"type": "array"}}]}, "tools[0].input_schema", "object"),
+    ({"tools": [TOOLS[0], {"name": "a", "input_schema": {"properties": {"a": {"not": {}}}}}]},
+     "tools[1].input_schema", "'tools[1].input_schema' cannot be used: Unimplemented keys: [\"not\"]"),
     ({"tool_choice": {"type": "any"}}, "tool_choice", "tools"),
     ({"tool_choice": {"type": "tool"}, "tools": TOOLS}, "tool_choice.name", "required"),
     ({"tool_choice": {"type": "tool", "name": "x"}, "tools": TOOLS}, "tool_choice", "none of the tools"),

@@ -160,6 +160,22 @@ def test_earlier_reasoning_reaches_the_template(server: HttpServer) -> None:
     assert "assistant: thoughts b" in prompt
 
 
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"response_format": {"type": "json_object"}}, "this model reasons before its answer"),
+        ({"thinking_token_budget": 5}, "a budget cannot count the reasoning of beams"),
+    ],
+)
+def test_beams_are_refused_with_the_reason(server: HttpServer, fields: dict[str, Any], reason: str) -> None:
+    response = server.post(URL, {"messages": ASK, "use_beam_search": True, **fields})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "use_beam_search")
+    assert f"'use_beam_search' with '{next(iter(fields))}' is not supported: " in error["message"]
+    assert reason in error["message"]
+    assert "Leave out" in error["message"]
+
+
 @pytest.mark.parametrize("budget", [-1, 1.5, "5", True])
 def test_wrong_budgets_are_refused(server: HttpServer, budget: Any) -> None:
     response = server.post(URL, {"messages": ASK, "thinking_token_budget": budget})

@@ -291,6 +291,8 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", "function"),
     ({"tools": [WEATHER, WEATHER]}, "tools", "weather"),
     ({"tools": [{"type": "function", "name": "a", "parameters": {"type": "array"}}]}, "tools[0].parameters", "object"),
+    ({"tools": [WEATHER, {"type": "function", "name": "a", "parameters": {"properties": {"a": {"not": {}}}}}]},
+     "tools[1].parameters", "'tools[1].parameters' cannot be used: Unimplemented keys: [\"not\"]"),
     ({"tool_choice": "maybe"}, "tool_choice", "maybe"),
     ({"tool_choice": "required"}, "tool_choice", "tools"),
     ({"tool_choice": {"type": "function", "name": "x"}, "tools": TOOLS}, "tool_choice", "none of the tools"),

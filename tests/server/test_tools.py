@@ -339,6 +339,7 @@ def calls(**changes: Any) -> dict[str, Any]:
     return {"messages": [*ASK, {"role": "assistant", "tool_calls": [call]}]}
 
 
+UNENFORCEABLE = {"properties": {"a": {"not": {}}}}
 WRONG = {
     "no name": ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "Missing required"),
     "no function": ({"tools": [{"type": "function"}]}, "tools[0].function", "Missing required"),
@@ -355,13 +356,20 @@ WRONG = {
     "the same name twice": ({"tools": [NOW, WEATHER, NOW]}, "tools", "two tools named \"now\" ([0] and [2])"),
     "too many tools": ({"tools": [NOW] * 129}, "tools", "at most 128"),
     "large tools": (function(description="x" * 70_000), "tools", "the maximum is 65536"),
-    "keyword that cannot be enforced": (function(parameters={"properties": {"a": {"not": {}}}}), "tools", "not"),
+    "keyword that cannot be enforced": (function(parameters=UNENFORCEABLE), "tools[0].function.parameters",
+                                        'keys: ["not"]. Change the schema, or set \'strict\' to false'),
+    "keyword in the last tool": ({"tools": [WEATHER, NOW, function(parameters=UNENFORCEABLE)["tools"][0]]},
+                                 "tools[2].function.parameters", "not"),
+    "keyword in the chosen tool": ({**function(parameters=UNENFORCEABLE), "tool_choice": "required"},
+                                   "tools[0].function.parameters", "not"),
     "unknown choice": ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice", "'required' or {"),
     "choice of another tool": ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
                                "tool_choice", "names \"g\", which is none of the tools"),
     "choice without tools": ({"tool_choice": "required"}, "tool_choice", "only allowed with 'tools'"),
-    "beams": ({"tools": TOOLS, "use_beam_search": True}, "use_beam_search", "not supported"),
-    "ignore_eos": ({"tools": TOOLS, "ignore_eos": True}, "ignore_eos", "not supported"),
+    "beams": ({"tools": TOOLS, "use_beam_search": True}, "use_beam_search",
+              "this text may be a call. Leave out 'use_beam_search', or set 'tool_choice' to 'none'"),
+    "ignore_eos": ({"tools": TOOLS, "ignore_eos": True}, "ignore_eos",
+                   "decides where the text ends. Leave out 'ignore_eos'"),
     "regex and tools": ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs.regex",
                         "leave out one of them"),
     "budget without reasoning": ({"thinking_token_budget": 5}, "thinking_token_budget", "has no reasoning"),
@@ -392,6 +400,18 @@ def test_wrong_requests_are_refused(server: HttpServer, name: str) -> None:
 def test_the_server_shows_its_formats(server: HttpServer) -> None:
     model = server.http.get("/server_info").json()["model"]
     assert (model["tool_format"], model["reasoning_format"]) == ("hermes", None)
+
+
+def test_tools_that_are_only_together_too_large(server: HttpServer) -> None:
+    """Each tool has an allowed number of symbols, but not all of them together. So the error names no single tool."""
+    names = [f"{i:x}" for i in range(100)]
+    schema = {"properties": {name: {} for name in names}, "anyOf": [{"required": [name]} for name in names[:40]]}
+    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i in range(10)]
+    server.engine.say("Hello.")
+    assert server.post(URL, {"messages": ASK, "tools": tools[:1]}).status_code == 200
+    response = server.post(URL, {"messages": ASK, "tools": tools})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+    assert "more than 100000 symbols of the grammar, the limit max_grammar_size" in response.json()["error"]["message"]
 
 
 def test_tools_can_be_turned_off(tokenizer: Tokenizer) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+
+import orjson
 
 from llm_serving.constraints.calls import (
     CallableTool,
@@ -22,7 +25,12 @@ from llm_serving.server.fields.tools import NamedTool
 from llm_serving.server.generation.answer_plan import AnswerPlan, ToolRequest, offered_tools
 from llm_serving.server.generation.sampling import ConstraintSource
 from llm_serving.server.generation.structured import check_available, compile_grammar, wanted_grammar
+from llm_serving.server.generation.work import off_loop
+from llm_serving.server.limits import INLINE_SCHEMA_BYTES
 from llm_serving.server.state import ServerState
+
+_TOOLS = "tools"
+"""The field that a request names if it needs a grammar for its tools."""
 
 
 async def answer_constraint(
@@ -40,15 +48,22 @@ async def answer_constraint(
     Raises RequestError if their constraints cannot be combined.
     """
     wanted = wanted_grammar(fields)
-    has_parts = plan is not None and (plan.tools is not None or plan.reasoning is not None)
-    if plan is not None and has_parts:
-        wanted = _with_plan(state, tools, plan, wanted)
-    compiled = None
+    if plan is not None and (plan.tools is not None or plan.reasoning is not None):
+        size = len(orjson.dumps([tool.for_template() for tool in tools.tools or ()]))
+        size += 0 if wanted is None else len(wanted[1].text)
+        wanted = await off_loop(size, partial(_with_plan, state, tools, plan, wanted), INLINE_SCHEMA_BYTES)
+    compiled, no_beams = None, _why_no_beams(plan) if beams else ""
     if wanted is not None:
-        compiled = await compile_grammar(state, *wanted, ignore_eos=ignore_eos, beams=beams and has_parts)
+        try:
+            compiled = await compile_grammar(state, *wanted, ignore_eos=ignore_eos, no_beams=no_beams)
+        except RequestError as error:
+            if wanted[0] != _TOOLS or error.code != "invalid_value":
+                raise
+            raise await _with_tool(state, tools, plan, error) from None
     if plan is None or tools.thinking_token_budget is None:
         return compiled
-    check_available(state, "thinking_token_budget", ignore_eos=False, beams=beams)
+    no_beams = "a budget cannot count the reasoning of beams. Leave out one of them." if beams else ""
+    check_available(state, "thinking_token_budget", no_beams=no_beams)
     return _BudgetSource(state, plan, tools.thinking_token_budget, compiled)
 
 
@@ -61,8 +76,7 @@ def _with_plan(
     the content alone, as the request states it, or None if any content is allowed.
     """
     thinking = None if plan.reasoning is None or plan.is_over else Thinking(plan.reasoning, plan.is_thinking)
-    tokenizer = state.engine.tokenizer
-    special = {tokenizer.token_bytes(one).decode(): one for one in plan.shown_token_ids}
+    special = _special(state, plan)
     content = None if wanted is None else wanted[1]
     if content is not None and not _can_be_composed(content):
         return wanted  # the compiler then refuses this grammar, and states the reason
@@ -72,16 +86,7 @@ def _with_plan(
         return wanted[0], answer_grammar(special, thinking=thinking, content=content)
     choice = body.tool_choice
     is_required = choice == "required" or isinstance(choice, NamedTool)
-    tools = [
-        CallableTool(
-            one.function.name,
-            one.function.parameters,
-            is_strict=one.function.strict is not False,
-            is_lenient=one.function.strict is None,
-        )
-        for one in offered_tools(body)
-        if not isinstance(choice, NamedTool) or one.function.name == choice.name
-    ]
+    tools = _callable_tools(body)
     if not is_required and content is None and not _is_constrained(state, body, plan, tools, special):
         return None
     if content is not None and not is_required:
@@ -92,14 +97,69 @@ def _with_plan(
             is_parallel=plan.max_calls != 1 and not isinstance(choice, NamedTool), content=content,
         )  # fmt: skip
     except UnsupportedToolError as error:
-        index = next(i for i, one in enumerate(body.tools or ()) if one.function.name == tools[error.index].name)
-        param = f"tools[{index}].function.parameters"
-        raise RequestError(
-            f"'{param}' cannot be used: {error}. Change the schema, or set 'strict' to false.",
-            param=param,
-            code="invalid_value",
-        ) from None
-    return "tools", grammar
+        raise _tool_error(body, tools[error.index], str(error)) from None
+    return _TOOLS, grammar
+
+
+def _special(state: ServerState, plan: AnswerPlan) -> dict[str, int]:
+    """Returns the ids of the markers that are special tokens, by their text."""
+    tokenizer = state.engine.tokenizer
+    return {tokenizer.token_bytes(one).decode(): one for one in plan.shown_token_ids}
+
+
+def _callable_tools(body: ToolRequest) -> list[CallableTool]:
+    """Returns the tools that the model may call."""
+    choice = body.tool_choice
+    return [
+        CallableTool(
+            one.function.name,
+            one.function.parameters,
+            is_strict=one.function.strict is not False,
+            is_lenient=one.function.strict is None,
+        )
+        for one in offered_tools(body)
+        if not isinstance(choice, NamedTool) or one.function.name == choice.name
+    ]
+
+
+def _tool_error(body: ToolRequest, tool: CallableTool, reason: str) -> RequestError:
+    """Returns the error of a request whose ``tool`` has a schema that cannot be enforced."""
+    index = next(i for i, one in enumerate(body.tools or ()) if one.function.name == tool.name)
+    param = f"tools[{index}].function.parameters"
+    text = f"'{param}' cannot be used: {reason}. Change the schema, or set 'strict' to false."
+    return RequestError(text, param=param, code="invalid_value")
+
+
+async def _with_tool(
+    state: ServerState, body: ToolRequest, plan: AnswerPlan | None, error: RequestError
+) -> RequestError:
+    """Returns the error of the first tool whose own grammar cannot be compiled, or ``error`` if there is no such tool.
+
+    ``error`` is the error of the grammar for all tools together.
+    """
+    assert plan is not None
+    assert state.grammars is not None
+    for tool in _callable_tools(body):
+        alone = partial(answer_grammar, _special(state, plan), tool_format=plan.tools, tools=[tool], is_required=True)
+        grammar = await off_loop(1, alone, 0)
+        if reason := await state.grammars.problem_of(grammar):
+            return _tool_error(body, tool, reason)
+    return error
+
+
+def _why_no_beams(plan: AnswerPlan | None) -> str:
+    """Returns the reason why the output cannot be constrained in a beam search, or "" if it can."""
+    if plan is not None and plan.tools is not None:
+        return (
+            "a beam search can only constrain the whole text, and this text may be a call. Leave out "
+            "'use_beam_search', or set 'tool_choice' to 'none'."
+        )
+    if plan is not None and plan.reasoning is not None:
+        return (
+            "a beam search can only constrain the whole text, and this model reasons before its answer. Leave out "
+            "'use_beam_search', or send the prompt to /v1/completions."
+        )
+    return ""
 
 
 def _can_be_composed(grammar: Grammar) -> bool:

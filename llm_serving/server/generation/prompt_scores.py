@@ -60,7 +60,7 @@ def scoring_choices(
     ``choices`` are all choices of the request, ``n`` for each prompt. ``top`` is the number of most likely tokens that
     the response shows at each position. Raises RequestError, which names the field ``param``.
     """
-    check_available(state, param, ignore_eos=False, beams=False)
+    check_available(state, param)
     prompts = [choice.prompt for choice in choices[::n]]
     check_work(state.settings, [(1, len(prompt.token_ids) - 1) for prompt in prompts], 1, top + 1)
     scoring: list[Choice] = []

@@ -10,33 +10,39 @@ from llm_serving.server.state import ServerState
 
 
 async def compiled_grammar(
-    state: ServerState, fields: StructuredFields, *, ignore_eos: bool, beams: bool
+    state: ServerState, fields: StructuredFields, *, ignore_eos: bool
 ) -> CompiledGrammar | None:
     """Returns the compiled grammar of a request, or None if any text is allowed. Raises RequestError."""
     wanted = wanted_grammar(fields)
-    return None if wanted is None else await compile_grammar(state, *wanted, ignore_eos=ignore_eos, beams=beams)
+    return None if wanted is None else await compile_grammar(state, *wanted, ignore_eos=ignore_eos)
 
 
 async def compile_grammar(
-    state: ServerState, param: str, grammar: Grammar, *, ignore_eos: bool, beams: bool
+    state: ServerState, param: str, grammar: Grammar, *, ignore_eos: bool, no_beams: str = ""
 ) -> CompiledGrammar:
     """Compiles ``grammar``. Raises RequestError, which names the field ``param``."""
-    check_available(state, param, ignore_eos=ignore_eos, beams=beams)
+    check_available(state, param, ignore_eos=ignore_eos, no_beams=no_beams)
     assert state.grammars is not None
     return await state.grammars.compile(grammar, param)
 
 
-def check_available(state: ServerState, param: str, *, ignore_eos: bool, beams: bool) -> None:
-    """Raises RequestError if the output cannot be constrained. ``param`` is the field that asks for the constraint."""
+def check_available(state: ServerState, param: str, *, ignore_eos: bool = False, no_beams: str = "") -> None:
+    """Raises RequestError if the output cannot be constrained. ``param`` is the field that asks for the constraint.
+
+    If the request asks for a beam search that cannot have this constraint, ``no_beams`` is the reason and the remedy.
+    """
     if state.grammars is None:
         raise RequestError(
             f"'{param}' is turned off on this server (serving_config.structured_outputs).",
             param=param,
             code="unsupported_parameter",
         )
-    if ignore_eos or beams:
-        other = "ignore_eos" if ignore_eos else "use_beam_search"
-        raise RequestError(f"'{other}' with '{param}' is not supported.", param=other, code="unsupported_parameter")
+    no_end = "the constraint decides where the text ends. Leave out 'ignore_eos'." if ignore_eos else ""
+    for other, reason in (("ignore_eos", no_end), ("use_beam_search", no_beams)):
+        if reason:
+            raise RequestError(
+                f"'{other}' with '{param}' is not supported: {reason}", param=other, code="unsupported_parameter"
+            )
 
 
 def wanted_grammar(fields: StructuredFields) -> tuple[str, Grammar] | None:

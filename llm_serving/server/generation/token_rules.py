@@ -57,7 +57,7 @@ async def with_token_rules(
     used = [name for name, is_given in zip(MASK_FIELDS, given, strict=True) if is_given]
     if not used:
         return grammar
-    check_available(state, used[0], ignore_eos=False, beams=False)
+    check_available(state, used[0])
     vocab_size = state.settings.vocab_size
     check_vocabulary(sorted(sampling.allowed_token_ids), vocab_size, "allowed_token_ids")
     if sampling.logit_bias and (last := sampling.logit_bias[-1][0]) >= vocab_size:

@@ -174,7 +174,7 @@ async def _choices(state: ServerState, body: CompletionRequest, request_id: str)
     for prompt in prompts:
         maximum = max_output_tokens(len(prompt.token_ids), body.max_tokens, state.settings, "max_tokens")
         sampling.append((params, min(wanted, maximum)))
-    grammar = await compiled_grammar(state, body, ignore_eos=params.ignore_eos, beams=False)
+    grammar = await compiled_grammar(state, body, ignore_eos=params.ignore_eos)
     constraint = await with_token_rules(state, params, min(most for _, most in sampling), grammar)
     return make_choices(state.settings, request_id, prompts, sampling, n, body.seed, constraint)
 
