@@ -15,6 +15,7 @@ from PIL import Image
 
 from llm_serving.constraints.grammar import MAX_CHOICES as MAX_GRAMMAR_CHOICES
 from llm_serving.constraints.grammar import MAX_GRAMMAR_BYTES
+from llm_serving.constraints.work_limits import MAX_PROPERTIES
 from llm_serving.sampling_params import PARAMETERS
 from llm_serving.server.limits import (
     INLINE_BODY_BYTES,
@@ -24,6 +25,7 @@ from llm_serving.server.limits import (
     INLINE_TOKENIZE_CHARS,
     MAX_CHOICES,
     MAX_DETOKENIZE,
+    MAX_JSON_DEPTH,
     MAX_JSON_OBJECTS,
     MAX_JSON_VALUES,
     MAX_LOGPROB_ENTRIES,
@@ -183,14 +185,34 @@ def _texts() -> list[WorstRequest]:
 
 
 def _grammars() -> list[WorstRequest]:
-    """Returns requests whose grammars are nearly as long as possible. Quotes and separators of a grammar count, too."""
-    small = {"prompt": "a", "max_tokens": 1}
-    strings = [f"{i:040d}" for i in range(MAX_GRAMMAR_CHOICES)]
-    properties = {f"a{i}": {"type": "integer"} for i in range(MAX_GRAMMAR_BYTES // 40)}
-    return [
-        _completion("grammar: choices", small, structured_outputs={"choice": strings}),
-        _completion("grammar: schema", small, structured_outputs={"json": {"properties": properties}}),
-    ]
+    """Returns requests with the largest grammars that the server accepts. Each of them takes one output token."""
+    names = [f"{i:x}" for i in range(MAX_PROPERTIES)]
+    chain = {f"{i:x}": {"items": {"$ref": f"#/$defs/{i + 1:x}"}} for i in range(1500)}
+    nested: dict[str, Any] = {}
+    for _ in range(MAX_JSON_DEPTH // 2 - 3):
+        nested = {"properties": {"a": nested}}
+    schemas: dict[str, Any] = {
+        "properties": {"type": "object", "properties": {name: {} for name in names}},
+        "required properties": {"type": "object", "required": names, "additionalProperties": False},
+        "enum": {"enum": [f"{i:x}" for i in range(MAX_GRAMMAR_BYTES // 9)]},
+        "nested": {"type": "object", **nested},
+        "references": {"$defs": {**chain, f"{1500:x}": {}}, "$ref": "#/$defs/0"},
+        "patterns": {"type": "object", "properties": {name: {"pattern": f"(a|b)*a.{{9}}{name}", "minLength": 9}
+                                                      for name in names[:900]}},
+        "numbers": {"type": "object", "properties": {name: {"type": "number", "minimum": 0.123456, "maximum": 98765.432}
+                                                     for name in names[:700]}},
+    }  # fmt: skip
+    texts: dict[str, Any] = {
+        "regex": {"regex": "|".join(f"{i:x}[a-z]{{1,9}}" for i in range(4000))},
+        "choice": {"choice": [f"{i:x}" * 12 for i in range(MAX_GRAMMAR_CHOICES)]},
+        "lark": {"grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(4000)) + 'r4000: "x"\n'},
+    }
+    small: dict[str, Any] = {"prompt": "a", "max_tokens": 1}
+    function = {"name": "a", "parameters": {"type": "object", "properties": {name: {} for name in names[:150]}}}
+    chat = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": function}]}
+    bodies = {**{name: {"json": one} for name, one in schemas.items()}, **texts}
+    requests = [_completion(f"grammar: {name}", small, structured_outputs=one) for name, one in bodies.items()]
+    return [*requests, _request("grammar: tool", "/v1/chat/completions", {**chat, "max_tokens": 1})]
 
 
 def _outputs(max_tokens: int) -> list[WorstRequest]:
