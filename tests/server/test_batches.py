@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 import time
 from collections import Counter
@@ -117,6 +118,17 @@ def test_a_batch_answers_each_line_and_broken_lines_are_errors(batches):
     assert refused["response"]["body"]["error"]["param"] == "temperature"
     [broken] = [entry for entry in errors if (entry["error"] or {}).get("code") == "invalid_json_line"]
     assert broken["error"]["message"].startswith("Line 2 is not valid JSON")
+    for entry in errors:
+        if entry["error"]:
+            assert entry["error"].keys() == {"message", "type", "param", "code", "line"}
+            assert entry["error"]["type"] == "invalid_request_error"
+            assert entry["error"]["message"].startswith(f"Line {entry['error']['line']} ")
+    found = {entry["error"]["line"]: entry["error"]["param"] for entry in errors if entry["error"]}
+    assert found == {
+        2: "line", 4: "line", 5: "custom_id", 6: "url", 7: "method", 8: "custom_id", 10: "body.stream", 11: "line",
+    }  # fmt: skip
+    [long] = [entry["error"]["message"] for entry in errors if (entry["error"] or {}).get("code") == "line_too_long"]
+    assert re.search(r"more than \d+ bytes \(serving_config.max_body_bytes\)", long)
     assert {request.scheduling.priority for request in batches.engine.submitted} == {MAX_PRIORITY}
     [event] = batches.log.named("batch_end")
     assert (event["status"], event["lines"], event["failed"]) == ("completed", 11, 9)
@@ -175,6 +187,7 @@ def test_lines_of_an_expired_batch_are_errors(batches, monkeypatch):
     found = entries(client, done.error_file_id)
     assert sorted(int(entry["custom_id"]) for entry in found) == list(range(20))
     assert {entry["error"]["code"] for entry in found} == {"batch_expired"}
+    assert {entry["error"]["param"] for entry in found} == {"completion_window"}
 
 
 def test_a_restart_computes_only_lines_without_a_result(tokenizer, tmp_path):

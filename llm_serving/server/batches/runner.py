@@ -309,7 +309,9 @@ class BatchRun:
             line = _with_unique_name(read_line(number, text, self.batch.endpoint, self._max_bytes), names)
             if number not in done:
                 message = f"Line {number} was not computed within the completion window."
-                problem = LineProblem(number, line.custom_id, "batch_expired", message)
+                problem = LineProblem(
+                    number, line.custom_id, "batch_expired", message, "completion_window", "server_error"
+                )
                 await self._note(problem, problem_entry(self.batch.id, problem), is_failed=True)
 
     async def _fail(self, code: str, message: str) -> None:
@@ -363,7 +365,7 @@ def _with_unique_name(line: LineRequest | LineProblem, names: set[str]) -> LineR
         return line
     if line.custom_id in names:
         message = f"Line {line.number} has the custom_id of an earlier line."
-        return LineProblem(line.number, line.custom_id, "duplicate_custom_id", message)
+        return LineProblem(line.number, line.custom_id, "duplicate_custom_id", message, "custom_id")
     names.add(line.custom_id)
     return line
 
