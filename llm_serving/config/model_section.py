@@ -175,8 +175,9 @@ class ModelConfig:
         "auto",
         "What the server computes. `generate`: text. `embed`: embeddings (`/v1/embeddings`). `score`: how well a text "
         "answers a query, with a model that answers yes or no (`/v1/rerank`, `/v1/score`). `classify`: classes of a "
-        "text, with a model `*ForSequenceClassification` (`/classify`). `auto`: `classify` for such a model, `embed` "
-        "or `score` if the model folder has the files of sentence-transformers, else `generate`.",
+        "text, with a model `*ForSequenceClassification` (`/classify`); with one class, also scores. `auto`: "
+        "`classify` for such a model, `embed` or `score` if the model folder has the files of sentence-transformers, "
+        "else `generate`.",
         choices=("auto", "generate", "embed", "score", "classify"),
     )
     matryoshka_dimensions: tuple[int, ...] | None = own(
@@ -192,6 +193,13 @@ class ModelConfig:
         low=0,
         high=MAX_TOKENS,
         null="the tokens `no` and `yes` of the tokenizer",
+    )
+    pair_prompt: str = own(
+        "auto",
+        "How a classifier with one class reads a query and a document (`/v1/rerank`, `/v1/score`). `qwen3`: in the "
+        "prompt of Qwen3-Reranker. `none`: one after the other, as a CrossEncoder of sentence-transformers does. "
+        "`auto`: `qwen3` for `Qwen3ForSequenceClassification`, else `none`.",
+        choices=("auto", "qwen3", "none"),
     )
     logits_processors: tuple[str, ...] | None = own(
         None,

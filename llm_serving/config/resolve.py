@@ -193,7 +193,7 @@ class Resolver:
             task = "embed" if folder is not None and has_modules(folder) else "generate"
             task = "classify" if folder is not None and is_classifier(folder) else task
         if task == "classify":
-            return read_classifier(folder)
+            return read_classifier(folder, model.pair_prompt)
         if task == "generate":
             return None
         if task == "score":

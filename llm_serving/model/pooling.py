@@ -43,6 +43,9 @@ PROBLEM_TYPES = {
     "regression": IDENTITY,
 }
 """Maps ``problem_type`` of ``config.json`` to the function that turns the logits of classes into probabilities."""
+_SCORE_ACTIVATIONS = {"Sigmoid": SIGMOID, "Identity": IDENTITY}
+"""Maps the names of PyTorch's modules in ``config.json`` to the values of ``Pooling.score_activation``."""
+QWEN3_PROMPT, NO_PROMPT = "qwen3", "none"
 _ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh"}
 
 
@@ -89,6 +92,10 @@ class Pooling:
     """Names of the classes of a classifier, in the order of the rows of ``score.weight``. Empty for other models."""
     class_activation: str = SOFTMAX
     """``softmax``, ``sigmoid`` or ``identity``: the function that turns the logits of classes into probabilities."""
+    score_activation: str = SIGMOID
+    """``sigmoid`` or ``identity``: the function that turns the logit of a pair of texts into its score."""
+    pair_prompt: str = QWEN3_PROMPT
+    """``qwen3``: a pair of texts is read in the prompt of Qwen3-Reranker. ``none``: one after the other."""
 
     @property
     def task(self) -> str:
@@ -159,10 +166,11 @@ def is_classifier(folder: Path) -> bool:
     return isinstance(names, list) and any(isinstance(name, str) and name.endswith(CLASSIFIER) for name in names)
 
 
-def read_classifier(folder: Path | None) -> Pooling:
+def read_classifier(folder: Path | None, pair_prompt: str = "auto") -> Pooling:
     """Returns the pooling of a classifier: the logits of its classes after the last token.
 
-    Raises CheckpointError if the model has no classes, or if ``config.json`` describes them wrongly.
+    ``pair_prompt`` is ``auto`` or a value of ``Pooling.pair_prompt``. Only models with one class read pairs. Raises
+    CheckpointError if the model has no classes, or if ``config.json`` describes them wrongly.
     """
     if folder is None or not is_classifier(folder):
         raise CheckpointError(f"{folder}: is not a model *{CLASSIFIER}, which model_config.task: classify needs")
@@ -173,7 +181,32 @@ def read_classifier(folder: Path | None) -> Pooling:
     if problem is not None and problem not in PROBLEM_TYPES:
         raise CheckpointError(f"{file}: problem_type is {problem!r}; it must be one of {', '.join(PROBLEM_TYPES)}")
     activation = (SIGMOID if len(labels) == 1 else SOFTMAX) if problem is None else PROBLEM_TYPES[problem]
-    return Pooling(width=len(labels), normalises=False, labels=labels, class_activation=activation)
+    if pair_prompt == "auto":
+        pair_prompt = QWEN3_PROMPT if f"Qwen3{CLASSIFIER}" in _list(values.get("architectures")) else NO_PROMPT
+    return Pooling(
+        width=len(labels), normalises=False, labels=labels, class_activation=activation, pair_prompt=pair_prompt,
+        score_activation=_score_activation(values, file) if len(labels) == 1 else SIGMOID,
+    )  # fmt: skip
+
+
+def _score_activation(values: Mapping[str, object], file: Path) -> str:
+    """Returns the function that ``config.json`` names for the scores of a CrossEncoder of sentence-transformers.
+
+    The default is the sigmoid, as in sentence-transformers. ``problem_type`` has no effect on scores.
+    """
+    settings = values.get("sentence_transformers")
+    stated = settings.get("activation_fn") if isinstance(settings, dict) else None
+    stated = values.get("sbert_ce_default_activation_function") if stated is None else stated
+    if stated is None:
+        return SIGMOID
+    activation = _SCORE_ACTIVATIONS.get(str(stated).rpartition(".")[2])
+    if activation is None:
+        raise CheckpointError(f"{file}: the activation of scores {stated!r} is not supported; Sigmoid and Identity are")
+    return activation
+
+
+def _list(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
 
 
 def _labels(values: Mapping[str, object], file: Path) -> tuple[str, ...]:

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from llm_serving.errors import CheckpointError
-from llm_serving.model.pooling import IDENTITY, SIGMOID, SOFTMAX, is_classifier, read_classifier
+from llm_serving.model.pooling import (
+    IDENTITY,
+    NO_PROMPT,
+    QWEN3_PROMPT,
+    SIGMOID,
+    SOFTMAX,
+    is_classifier,
+    read_classifier,
+)
 from llm_serving.server.pooling.classification import probabilities
 
 ARCHITECTURE = {"architectures": ["Qwen3ForSequenceClassification"]}
@@ -42,8 +50,41 @@ def test_labels_and_activations(
 
 
 @pytest.mark.parametrize(
+    ("values", "activation"),
+    [
+        ({}, SIGMOID),
+        ({"problem_type": "regression"}, SIGMOID),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity", "version": "4.1"}}, IDENTITY),
+        ({"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}, IDENTITY),
+        (
+            {
+                "sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"},
+                "sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity",
+            },
+            SIGMOID,
+        ),
+        ({"sentence_transformers": {"version": "4.1"}}, SIGMOID),
+    ],
+)
+def test_scores_have_the_activation_of_sentence_transformers(
+    tmp_path: Path, values: dict[str, Any], activation: str
+) -> None:
+    assert read_classifier(folder_of(tmp_path, {"num_labels": 1, **values})).score_activation == activation
+
+
+def test_only_qwen3_has_the_prompt_of_its_reranker_by_default(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, {"num_labels": 1})
+    assert read_classifier(folder).pair_prompt == QWEN3_PROMPT
+    assert read_classifier(folder, NO_PROMPT).pair_prompt == NO_PROMPT
+    folder_of(tmp_path, {"num_labels": 1, "architectures": ["LlamaForSequenceClassification"]})
+    assert read_classifier(folder).pair_prompt == NO_PROMPT
+    assert read_classifier(folder, QWEN3_PROMPT).pair_prompt == QWEN3_PROMPT
+
+
+@pytest.mark.parametrize(
     ("values", "words"),
     [
+        ({"num_labels": 1, "sentence_transformers": {"activation_fn": "torch.nn.Tanh"}}, "'torch.nn.Tanh' is not supp"),
         ({"id2label": {"0": "a", "2": "b"}}, "classes 0, 1, 2"),
         ({"id2label": ["a"]}, "classes 0, 1, 2"),
         ({"id2label": {}}, "classes 0, 1, 2"),

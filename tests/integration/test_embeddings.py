@@ -180,6 +180,19 @@ def test_a_server_of_embeddings_ranks_by_cosine(embedder: tuple[ServerProcess, N
     assert server.post("/score", {"text_1": texts[0], "text_2": texts})["data"] == scores
 
 
+def test_rerank_reads_the_first_tokens_of_each_document(embedder: tuple[ServerProcess, NumpyLlama]) -> None:
+    server, _ = embedder
+    documents = ["t40 t41 t42", "t300", "t50 " * 3000]
+    body = {"query": "t50 t52", "documents": documents, "max_tokens_per_doc": 2, "return_documents": True}
+    cut = server.post("/v1/rerank", {**body, "documents": ["t40 t41", "t300", "t50 t50"], "max_tokens_per_doc": None})
+    found = server.post("/v1/rerank", body)
+    scores = [{each["index"]: each["relevance_score"] for each in answer["results"]} for answer in (found, cut)]
+    assert scores[0] == scores[1]
+    assert {each["document"]["text"] for each in found["results"]} == set(documents)
+    whole = server.post("/v1/rerank", {**body, "documents": documents[:2], "max_tokens_per_doc": 3})["results"]
+    assert next(each["relevance_score"] for each in whole if each["index"] == 0) != scores[0][0]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param", "words"),
     [
@@ -197,6 +210,9 @@ def test_a_server_of_embeddings_ranks_by_cosine(embedder: tuple[ServerProcess, N
         ("/v1/rerank", {"query": "", "documents": ["t1"]}, "query", "empty"),
         ("/v1/rerank", {"query": "t1", "documents": []}, "documents", "at least 1"),
         ("/v1/rerank", {"query": "t1", "documents": ["t1"], "instruction": "x"}, "instruction", "leave it out"),
+        ("/v1/rerank", {"query": "t", "documents": ["t1"], "max_tokens_per_doc": 0}, "max_tokens_per_doc", "equal to 1"),
+        ("/v1/rerank", {"query": "t", "documents": ["t1"], "max_chunks_per_doc": 2}, "max_chunks_per_doc", "not supp"),
+        ("/v1/score", {"text_1": "t1", "text_2": "t1", "max_tokens_per_doc": 2}, "max_tokens_per_doc", "Unrecognized"),
         ("/v1/score", {"text_1": ["t1", "t2"], "text_2": ["t1"] * 3}, "text_1", "2 texts"),
         ("/v1/completions", {"prompt": "t1"}, None, "generates no text"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "t1"}]}, None, "generates no text"),
@@ -253,6 +269,7 @@ def test_a_classifier_returns_the_classes_of_each_text_with_the_same_bits_in_eve
         shown = server.post("/classify", {"input": "t40 t41 t42"})["data"]
         refused = [error_of(server, "/v1/embeddings", {"input": "t1"})]
         refused.append(error_of(server, "/v1/completions", {"prompt": "t1"}))
+        several = error_of(server, "/v1/rerank", {"query": "t1", "documents": ["t1"]})
         empty = error_of(server, "/classify", {"input": ["t1", ""]})
     llama = NumpyLlama(folder, "float", "float32")
     rows = class_weights(len(labels), llama.hidden([1]).shape[1])
@@ -265,7 +282,52 @@ def test_a_classifier_returns_the_classes_of_each_text_with_the_same_bits_in_eve
     assert shown[0]["probs"] == pytest.approx((powers / powers.sum()).tolist(), abs=1e-4)
     assert [status for status, _, _ in refused] == [400, 400]
     assert "computes classes" in refused[0][2]
+    assert several[0] == 400
+    assert "has 3 classes" in several[2]
     assert empty[:2] == (400, "input[1]")
+
+
+def scores_of(server: ServerProcess, query: str, documents: list[str], **fields: Any) -> list[float]:
+    answer = server.post("/v1/rerank", {"query": query, "documents": documents, **fields})
+    assert "results" in answer, answer
+    of_index = {each["index"]: each["relevance_score"] for each in answer["results"]}
+    pairs = server.post("/v1/score", {"text_1": query, "text_2": documents, **fields})["data"]
+    assert [each["score"] for each in pairs] == [of_index[index] for index in range(len(documents))]
+    return [of_index[index] for index in range(len(documents))]
+
+
+@pytest.mark.parametrize("prompt", ["auto", "qwen3"])
+def test_a_classifier_with_one_class_scores_pairs_as_a_cross_encoder(tmp_path: Path, prompt: str) -> None:
+    folder = write_classifier_folder(tmp_path / "model", ["relevant"])
+    query, documents = "t5 t6", ["t40 t41 t1", "t300 t2", "t9 t9 t10 t3"]
+    overrides = [f"model_config.model_path={folder}", FLOAT32, *PRESSED, f"model_config.pair_prompt={prompt}"]
+    with running_server(tmp_path / "server", overrides) as server:
+        logits = scores_of(server, query, documents, use_activation=False)
+        scores = scores_of(server, query, documents)
+        alone = [scores_of(server, query, [document])[0] for document in documents]
+        classes = server.post("/classify", {"input": "t1"})["data"]
+        if prompt == "auto":
+            first, *others = (server.post("/tokenize", {"prompt": text})["tokens"] for text in (query, *documents))
+            tokens = [first + other for other in others]
+        else:
+            tokens = [server.post("/tokenize", {"prompt": judged(query, one)})["tokens"] for one in documents]
+        other = server.post("/v1/rerank", {"query": "t1", "documents": ["t1"], "instruction": "x"})
+    llama = NumpyLlama(folder, "float", "float32")
+    expected = [float((class_weights(1, llama.hidden([1]).shape[1]) @ llama.hidden(each)[-1])[0]) for each in tokens]
+    assert logits == pytest.approx(expected, rel=1e-3, abs=1e-3)
+    assert scores == pytest.approx([1 / (1 + math.exp(-each)) for each in logits])
+    assert scores == alone
+    assert classes[0]["num_classes"] == 1
+    assert ("results" in other) is (prompt == "qwen3")
+    assert prompt == "qwen3" or other["error"]["param"] == "instruction"
+
+
+def test_the_config_may_name_scores_without_an_activation(tmp_path: Path) -> None:
+    named = {"activation_fn": "torch.nn.modules.linear.Identity"}
+    folder = write_classifier_folder(tmp_path / "model", ["relevant"], sentence_transformers=named)
+    with running_server(tmp_path / "server", [f"model_config.model_path={folder}", FLOAT32]) as server:
+        logits = scores_of(server, "t5", ["t40", "t300 t2"], use_activation=False)
+        assert scores_of(server, "t5", ["t40", "t300 t2"]) == logits
 
 
 def judged(query: str, document: str) -> str:

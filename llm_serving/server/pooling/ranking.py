@@ -1,27 +1,29 @@
 """The endpoints ``/v1/rerank``, ``/v2/rerank`` (Jina's and Cohere's API), ``/v1/score`` (vLLM's API), and their short
 paths ``/rerank`` and ``/score``.
 
-If the server's task is scores, the model reads the query and a text together, as Qwen3-Reranker does. If the task is
-embeddings, the score is the cosine of the embeddings of query and text.
+If the server's task is scores, the model reads the query and a text together, as Qwen3-Reranker does. A classifier with
+one class also reads both together, and the logit of its class gives the score. If the task is embeddings, the score is
+the cosine of the embeddings of query and text.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field
 from starlette.requests import Request
 
 from llm_serving.errors import RequestError
+from llm_serving.model.pooling import IDENTITY, NO_PROMPT, Pooling
 from llm_serving.server.fields.shared import IGNORED, Name
 from llm_serving.server.fields.validation import StrictModel
-from llm_serving.server.generation.prompts import check_choices, resolve_prompts
+from llm_serving.server.generation.prompts import Prompt, check_choices, encode_text, max_chars, resolve_prompts
 from llm_serving.server.generation.scheduling import SchedulingFields, tenant_of
 from llm_serving.server.generation.sequences import Generation
 from llm_serving.server.http.body import read_request, whole_response
-from llm_serving.server.limits import MAX_PROMPTS
+from llm_serving.server.limits import INLINE_TOKENIZE_CHARS, MAX_PROMPTS
 from llm_serving.server.models.lookup import served
 from llm_serving.server.pooling.embeddings import prompt_text, with_prompt
 from llm_serving.server.pooling.pooled import cosine, pooled_results, pooling_of, receipt_member, usage_of
@@ -47,18 +49,20 @@ class DocumentText(StrictModel):
 class RankingFields(SchedulingFields, StrictModel):
     """Fields of all endpoints that compare texts."""
 
-    ignored = IGNORED | {"max_tokens_per_doc", "max_chunks_per_doc"}
+    ignored = IGNORED
 
     model: Name = Field(default=None, description="Name of the served model; may be left out.")
     instruction: str | None = Field(
-        default=None, description="What makes a document relevant. Only for a model that answers yes or no."
+        default=None, description="What makes a document relevant. Only with the prompt of Qwen3-Reranker."
     )
     use_activation: bool | None = Field(
         default=None,
-        description="Return a probability from 0 to 1 (default), or logit(yes) - logit(no). Only for such a model.",
+        description="False: return the logit, or logit(yes) - logit(no), instead of a probability from 0 to 1. Not for "
+        "embeddings.",
     )
 
 
+T = TypeVar("T")
 Documents = Annotated[list[str | DocumentText], Field(min_length=1, max_length=MAX_PROMPTS, description="The texts.")]
 Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
 
@@ -66,10 +70,15 @@ Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
 class RerankRequest(RankingFields):
     """Request body of ``/v1/rerank``, ``/v2/rerank`` and ``/rerank``: a query, and documents to sort."""
 
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"max_chunks_per_doc": (None,)}
+
     query: str = Field(description="What the documents should answer.")
     documents: Documents
     top_n: int | None = Field(default=None, ge=1, description="Number of documents to return (default: all).")
     return_documents: bool | None = Field(default=None, description="Add the text of each document.")
+    max_tokens_per_doc: int | None = Field(
+        default=None, ge=1, description="Maximum number of tokens that are read of each document (default: all)."
+    )
 
 
 class ScoreRequest(RankingFields):
@@ -86,11 +95,12 @@ async def rerank(state: ServerState, request: Request) -> AnyResponse:
     state.check_queue(tenant_of(request))
     body = await read_request(RerankRequest, request, state.settings.max_body_bytes)
     state = await served(state, request, body.model, body)
-    pooling = pooling_of(state, "embed", "score")
+    pooling = _pooling_of(state)
     generation = Generation(state, request, "rerank", "rerank", body, stream=False)
-    texts = [each if isinstance(each, str) else each.text for each in body.documents]
+    documents = [each if isinstance(each, str) else each.text for each in body.documents]
     names = ("query", "documents")
-    if pooling.scores:
+    texts = await _shortened(state, documents, body.max_tokens_per_doc, names[1])
+    if pooling.task != "embed":
         scores = await _judged(generation, request, body, [body.query], texts, names)
     else:
         known = {prompt.name for prompt in pooling.prompts}
@@ -103,7 +113,7 @@ async def rerank(state: ServerState, request: Request) -> AnyResponse:
     def build() -> dict[str, Any]:
         results: list[dict[str, Any]] = []
         for index in best:
-            document = {"document": {"text": texts[index]}} if body.return_documents else {}
+            document = {"document": {"text": documents[index]}} if body.return_documents else {}
             results.append({"index": index, "relevance_score": scores[index], **document})
         return {
             "id": generation.request_id,
@@ -121,7 +131,7 @@ async def score(state: ServerState, request: Request) -> AnyResponse:
     state.check_queue(tenant_of(request))
     body = await read_request(ScoreRequest, request, state.settings.max_body_bytes)
     state = await served(state, request, body.model, body)
-    pooling = pooling_of(state, "embed", "score")
+    pooling = _pooling_of(state)
     generation = Generation(state, request, "score", "score", body, stream=False)
     first = [body.text_1] if isinstance(body.text_1, str) else body.text_1
     second = [body.text_2] if isinstance(body.text_2, str) else body.text_2
@@ -132,7 +142,7 @@ async def score(state: ServerState, request: Request) -> AnyResponse:
             code="invalid_value",
         )
     names = ("text_1", "text_2")
-    if pooling.scores:
+    if pooling.task != "embed":
         scores = await _judged(generation, request, body, first, second, names)
     else:
         before = prompt_text(pooling, None)
@@ -169,6 +179,32 @@ ENDPOINTS = (
 )
 
 
+def _pooling_of(state: ServerState) -> Pooling:
+    """Returns the server's settings for scores. Raises RequestError if it computes text, or several classes."""
+    pooling = pooling_of(state, "embed", "score", "classify")
+    if len(pooling.labels) > 1:
+        raise RequestError(
+            f"This model has {len(pooling.labels)} classes, and a score needs a model with one class. Use /classify.",
+            code="unsupported_task",
+        )
+    return pooling
+
+
+async def _shortened(state: ServerState, texts: Sequence[str], max_tokens: int | None, param: str) -> list[str]:
+    """Returns the texts, each cut after ``max_tokens`` tokens. None cuts no text."""
+    if max_tokens is None:
+        return list(texts)
+    tokenizer = state.engine.tokenizer
+    max_length = min(max_tokens * tokenizer.max_piece_chars, max_chars(state))
+    inline = sum(map(len, texts)) <= INLINE_TOKENIZE_CHARS
+    short = []
+    for text in texts:
+        ids = await encode_text(state, text[:max_length], param, add_special_tokens=False, inline=inline)
+        cut = tokenizer.decode(ids[:max_tokens], skip_special_tokens=False).rstrip("\ufffd")
+        short.append(text if len(ids) <= max_tokens and len(text) <= max_length else cut or text[:1])
+    return short
+
+
 async def _judged(
     generation: Generation,
     request: Request,
@@ -177,22 +213,47 @@ async def _judged(
     second: Sequence[str],
     names: tuple[str, str],
 ) -> list[float]:
-    """Returns the scores of pairs of texts, from a model that judges each pair with yes or no.
+    """Returns the scores of pairs of texts, from a model that reads both texts of a pair together.
 
     ``names`` are the request's fields of ``first`` and ``second``, for errors.
     """
     _check_texts(first, second, names)
     _check_copies(generation.state.settings.max_body_bytes, body.instruction or "", first, second, names)
-    instruction = INSTRUCTION if body.instruction is None else body.instruction
-    texts: list[str | list[int]] = [
-        f"{_BEFORE}<Instruct>: {instruction}\n<Query>: {one}\n<Document>: {other}{_AFTER}"
-        for one, other in _pairs(first, second)
-    ]
-    check_choices(len(texts), 1)
-    prompts = await resolve_prompts(generation.state, texts, names[1])
+    check_choices(len(second), 1)
+    pooling = _pooling_of(generation.state)
+    if pooling.pair_prompt == NO_PROMPT:
+        prompts = await _joined(generation.state, body, first, second, names)
+    else:
+        instruction = INSTRUCTION if body.instruction is None else body.instruction
+        texts: list[str | list[int]] = [
+            f"{_BEFORE}<Instruct>: {instruction}\n<Query>: {one}\n<Document>: {other}{_AFTER}"
+            for one, other in _pairs(first, second)
+        ]
+        prompts = await resolve_prompts(generation.state, texts, names[1])
     results = await pooled_results(generation, request, prompts, names[1])
-    differences = [float(result[0]) for result in results]
-    return differences if body.use_activation is False else list(map(_sigmoid, differences))
+    logits = [float(result[0]) for result in results]
+    keeps_logits = body.use_activation is False or pooling.score_activation == IDENTITY
+    return logits if keeps_logits else list(map(_sigmoid, logits))
+
+
+async def _joined(
+    state: ServerState, body: RankingFields, first: Sequence[str], second: Sequence[str], names: tuple[str, str]
+) -> list[Prompt]:
+    """Returns the prompts of pairs of texts without further words: the tokens of both texts.
+
+    Each text has the tokenizer's special tokens, as in a pair of texts in Hugging Face's tokenizers of decoder models.
+    """
+    if body.instruction is not None:
+        raise RequestError(
+            "'instruction' has no effect on this model, which reads only the two texts (model_config.pair_prompt); "
+            "leave it out.",
+            param="instruction",
+            code="unsupported_parameter",
+        )
+    queries = await resolve_prompts(state, list(first), names[0])
+    documents = await resolve_prompts(state, list(second), names[1])
+    pairs: list[str | list[int]] = [[*one.token_ids, *other.token_ids] for one, other in _pairs(queries, documents)]
+    return await resolve_prompts(state, pairs, names[1])
 
 
 async def _compared(
@@ -257,7 +318,7 @@ def _check_copies(
         )
 
 
-def _pairs(first: Sequence[Any], second: Sequence[Any]) -> list[tuple[Any, Any]]:
+def _pairs(first: Sequence[T], second: Sequence[T]) -> list[tuple[T, T]]:
     return list(zip(first if len(first) > 1 else list(first) * len(second), second, strict=True))
 
 
