@@ -63,6 +63,16 @@ def test_full_text_stop_and_penalty(server, engine):
     assert engine.submitted[0].sampling.repetition_penalty == 1.2
 
 
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
+def test_an_adapter_is_named_in_the_path(server, path):
+    body = {"inputs": "Once", "parameters": {"adapter_id": "sql"}}
+    error = server.post(path, body).json()["error"]
+    assert (error["param"], error["code"]) == ("parameters.adapter_id", "unsupported_parameter")
+    assert "send the request to /models/NAME/generate, where NAME is the name of the adapter" in error["message"]
+    body["parameters"]["adapter_id"] = None
+    assert server.post(path, body).status_code == 200
+
+
 def test_details_and_logits(server, engine, tokenizer):
     engine.say("the fox")
     parameters = {"details": True, "top_n_tokens": 2, "return_logits": True}

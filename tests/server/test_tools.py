@@ -373,7 +373,6 @@ WRONG = {
     "regex and tools": ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs.regex",
                         "leave out one of them"),
     "budget without reasoning": ({"thinking_token_budget": 5}, "thinking_token_budget", "has no reasoning"),
-    "effort without reasoning": ({"reasoning_effort": "high"}, "reasoning_effort", "has no reasoning"),
     "arguments that are no JSON": (calls(function={"name": "f", "arguments": "{a"}),
                                    "messages[1].tool_calls[0].function.arguments", "JSON object"),
     "call without a name": (calls(function={"arguments": "{}"}), "messages[1].tool_calls[0].function.name", "Missing"),
@@ -395,6 +394,23 @@ def test_wrong_requests_are_refused(server: HttpServer, name: str) -> None:
     assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
     assert reason in error["message"]
     assert server.engine.submitted == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (URL, {"messages": ASK, "reasoning_effort": "high"}),
+        ("/v1/responses", {"input": "Weather?", "reasoning": {"effort": "high"}}),
+        ("/v1/messages", {"messages": ASK, "max_tokens": 9, "output_config": {"effort": "high"}}),
+        ("/v1/messages/count_tokens", {"messages": ASK, "output_config": {"effort": "high"}}),
+    ],
+)
+def test_an_effort_has_no_effect_on_a_model_without_reasoning(
+    server: HttpServer, path: str, body: dict[str, Any]
+) -> None:
+    response = server.post(path, body)
+    assert response.status_code == 200, response.text
+    assert all("high" not in prompt_of(server) for _ in server.engine.submitted)
 
 
 def test_the_server_shows_its_formats(server: HttpServer) -> None:

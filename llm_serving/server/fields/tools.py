@@ -119,7 +119,8 @@ class ToolFields(StrictModel):
         default=None, description="False: at most one tool call (default: any number)."
     )
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
-        default=None, description="How long the model reasons, if its chat template supports this. `none`: not at all."
+        default=None,
+        description="How long the model reasons. `none`: not at all. No effect on models without reasoning.",
     )
     thinking_token_budget: int | None = Field(
         default=None, ge=0, le=2**31 - 1, description="Maximum number of tokens of the reasoning, which then ends."

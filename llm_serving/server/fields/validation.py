@@ -19,11 +19,12 @@ class RequestModel(BaseModel):
     """Base class of every request body.
 
     ``unsupported`` names the fields of features that the server does not have. It maps each field to the values that
-    are accepted, because they do not use the feature. ``ignored`` names the fields that are accepted and have no
-    effect.
+    are accepted, because they do not use the feature. ``remedies`` says what to do instead, for some of these fields.
+    ``ignored`` names the fields that are accepted and have no effect.
     """
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    remedies: ClassVar[Mapping[str, str]] = {}
     ignored: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
@@ -33,7 +34,9 @@ class RequestModel(BaseModel):
             return data
         for name, neutral in cls.unsupported.items():
             if name in data and data[name] not in neutral:
-                raise PydanticCustomError("unsupported_parameter", "{name}", {"name": name, "got": short(data[name])})
+                remedy = cls.remedies.get(name, "leave it out")
+                context = {"name": name, "got": short(data[name]), "remedy": remedy}
+                raise PydanticCustomError("unsupported_parameter", "{name}", context)
         found = {key: data[key] for key in data if key not in cls.unsupported and key not in cls.ignored}
         return found if len(found) <= len(cls.model_fields) else cls._with_one_unknown(found)
 
@@ -80,7 +83,7 @@ def request_error(error: ValidationError) -> RequestError:
     if kind == "unsupported_parameter":
         param = _path((*first["loc"], first["ctx"]["name"]))
         return RequestError(
-            f"'{param}' is not supported by this server; leave it out (got {first['ctx']['got']}).",
+            f"'{param}' is not supported by this server; {first['ctx']['remedy']} (got {first['ctx']['got']}).",
             param=param,
             code=kind,
         )

@@ -97,18 +97,12 @@ def check_tool_fields(state: ServerState, body: ToolRequest) -> None:
             code="invalid_value",
         )
     if body.thinking_token_budget is not None and formats.reasoning is None:
-        raise _no_reasoning("thinking_token_budget")
-    if body.reasoning_effort not in (None, "none") and not formats.effort_variables:
-        raise _no_reasoning("reasoning_effort")
-
-
-def _no_reasoning(param: str) -> RequestError:
-    return RequestError(
-        f"'{param}' is not supported: the chat template of this model has no reasoning that the field could change. "
-        "Leave it out.",
-        param=param,
-        code="unsupported_parameter",
-    )
+        raise RequestError(
+            "'thinking_token_budget' is not supported: the chat template of this model has no reasoning that the field "
+            "could change. Leave it out.",
+            param="thinking_token_budget",
+            code="unsupported_parameter",
+        )
 
 
 def offered_tools(body: ToolRequest) -> Sequence[Tool]:
@@ -119,7 +113,8 @@ def offered_tools(body: ToolRequest) -> Sequence[Tool]:
 def template_values(state: ServerState, body: ToolRequest) -> Mapping[str, Any]:
     """Returns the variables for the chat template: those of ``chat_template_kwargs`` and of ``reasoning_effort``.
 
-    The effort sets only the variables that the template reads. ``chat_template_kwargs`` takes precedence.
+    The effort sets only the variables that the template reads. So it has no effect on a model without reasoning.
+    ``chat_template_kwargs`` takes precedence.
     """
     effort = body.reasoning_effort
     if effort is None:

@@ -260,7 +260,7 @@ def _thinking_fields(body: ConversationFields, known_variables: tuple[str, ...])
     """Returns the fields of the chat request that control the reasoning."""
     thinking, values = body.thinking, dict(body.chat_template_kwargs or {})
     fields: dict[str, Any] = {}
-    if body.output_config is not None and body.output_config.effort is not None and known_variables:
+    if body.output_config is not None and body.output_config.effort is not None:
         effort = body.output_config.effort
         fields["reasoning_effort"] = "xhigh" if effort == "max" else effort
     if thinking is not None:

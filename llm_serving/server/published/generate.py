@@ -48,6 +48,9 @@ class GenerateParameters(DialectSampling):
         "grammar": (None,),
         "adapter_id": (None,),
     }
+    remedies: ClassVar[Mapping[str, str]] = {
+        "adapter_id": "send the request to /models/NAME/generate, where NAME is the name of the adapter"
+    }
     ignored = frozenset({"return_protocol"})
 
     max_new_tokens: MaxTokens = Field(
