@@ -362,6 +362,9 @@ WRONG = {
                                  "tools[2].function.parameters", "not"),
     "keyword in the chosen tool": ({**function(parameters=UNENFORCEABLE), "tool_choice": "required"},
                                    "tools[0].function.parameters", "not"),
+    "content that cannot be enforced": ({"tools": [WEATHER], "response_format": {
+                                            "type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+                                        "response_format.json_schema.schema", "not"),
     "unknown choice": ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice", "'required' or {"),
     "choice of another tool": ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
                                "tool_choice", "names \"g\", which is none of the tools"),

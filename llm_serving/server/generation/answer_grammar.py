@@ -47,7 +47,7 @@ async def answer_constraint(
     ``tools`` has the request's fields about tools and reasoning. ``fields`` has its fields about structured output.
     Raises RequestError if their constraints cannot be combined.
     """
-    wanted = wanted_grammar(fields)
+    wanted = stated = wanted_grammar(fields)
     if plan is not None and (plan.tools is not None or plan.reasoning is not None):
         size = len(orjson.dumps([tool.for_template() for tool in tools.tools or ()]))
         size += 0 if wanted is None else len(wanted[1].text)
@@ -59,7 +59,7 @@ async def answer_constraint(
         except RequestError as error:
             if wanted[0] != _TOOLS or error.code != "invalid_value":
                 raise
-            raise await _with_tool(state, tools, plan, error) from None
+            raise await _with_cause(state, tools, plan, stated, error) from None
     if plan is None or tools.thinking_token_budget is None:
         return compiled
     no_beams = "a budget cannot count the reasoning of beams. Leave out one of them." if beams else ""
@@ -130,12 +130,17 @@ def _tool_error(body: ToolRequest, tool: CallableTool, reason: str) -> RequestEr
     return RequestError(text, param=param, code="invalid_value")
 
 
-async def _with_tool(
-    state: ServerState, body: ToolRequest, plan: AnswerPlan | None, error: RequestError
+async def _with_cause(
+    state: ServerState,
+    body: ToolRequest,
+    plan: AnswerPlan | None,
+    content: tuple[str, Grammar] | None,
+    error: RequestError,
 ) -> RequestError:
-    """Returns the error of the first tool whose own grammar cannot be compiled, or ``error`` if there is no such tool.
+    """Returns the error of the first tool whose own grammar cannot be compiled.
 
-    ``error`` is the error of the grammar for all tools together.
+    If there is no such tool, returns the error of ``content``, the field and the grammar of an answer without calls. If
+    this grammar can be compiled, too, returns ``error``, which is about all of them together.
     """
     assert plan is not None
     assert state.grammars is not None
@@ -144,6 +149,11 @@ async def _with_tool(
         grammar = await off_loop(1, alone, 0)
         if reason := await state.grammars.problem_of(grammar):
             return _tool_error(body, tool, reason)
+    try:
+        if content is not None:
+            await compile_grammar(state, *content, ignore_eos=False)
+    except RequestError as found:
+        return found
     return error
 
 
