@@ -41,6 +41,8 @@ TRIED_TOKENS = 8
 _EVERY_WORD = np.uint32(0xFFFFFFFF)
 _ABSENT = re.compile(r"Resource ('[^']*') is not present in a registry")
 """Matches llguidance's error for a reference to a schema that is not in the text."""
+_IN_GRAMMAR = re.compile(r"at \d+\(\d+\): failed to compile JSON schema: (.*)")
+"""Matches the first line of llguidance's error for a schema within a grammar. Further lines show the grammar."""
 
 
 LIMITS = {
@@ -295,6 +297,8 @@ def _in_the_clients_words(reason: str) -> str:
     """Rewrites an error text of llguidance for clients. Leaves out options that clients cannot set, and names the
     keyword or the limit that caused the error.
     """
+    if found := _IN_GRAMMAR.match(reason):
+        reason = found[1]
     if reason.startswith("oneOf constraints are not supported"):
         return "Unimplemented keys: [\"oneOf\"], because its options may overlap; use anyOf"
     if found := _ABSENT.match(reason):

@@ -421,11 +421,12 @@ def test_the_server_shows_its_formats(server: HttpServer) -> None:
     assert (model["tool_format"], model["reasoning_format"]) == ("hermes", None)
 
 
-def test_tools_that_are_only_together_too_large(server: HttpServer) -> None:
+def test_tools_that_are_only_together_too_large(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each tool has an allowed number of symbols, but not all of them together. So the error names no single tool."""
     names = [f"{i:x}" for i in range(100)]
     schema = {"properties": {name: {} for name in names}, "anyOf": [{"required": [name]} for name in names[:40]]}
     tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i in range(10)]
+    set_template(server, "{% if tools %}{% endif %}<tool_call><|assistant|>", monkeypatch)
     server.engine.say("Hello.")
     assert server.post(URL, {"messages": ASK, "tools": tools[:1]}).status_code == 200
     response = server.post(URL, {"messages": ASK, "tools": tools})
