@@ -11,6 +11,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from threading import Lock
+from typing import Any
 
 import llguidance
 import numpy as np
@@ -229,8 +230,10 @@ class GrammarCompiler:
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         try:
-            limits = llguidance.LLParserLimits(**{name: value for name, (value, _) in LIMITS.items()})
-            matcher = llguidance.LLMatcher(self._prepared(), _library_grammar(grammar), log_level=0, limits=limits)
+            limits: dict[str, Any] = {name: value for name, (value, _) in LIMITS.items()}
+            matcher = llguidance.LLMatcher(
+                self._prepared(), _library_grammar(grammar), log_level=0, limits=llguidance.LLParserLimits(**limits)
+            )
         except ValueError as error:
             raise _refused(str(error)) from None
         if matcher.is_error():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from decimal import Decimal
 from typing import Any
 
@@ -107,7 +107,7 @@ def _objects(value: object) -> Iterator[dict[str, Any]]:
             pending += one
 
 
-def _len(schema: Mapping[str, Any], key: str, kind: type) -> int:
+def _len(schema: Mapping[str, Any], key: str, kind: type[Sized]) -> int:
     value = schema.get(key)
     return len(value) if isinstance(value, kind) else 0
 
