@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import shutil
 import time
@@ -51,6 +52,11 @@ SLOW_TEMPLATE = (
 """A chat template that uses nearly all steps that a template may take on the event loop."""
 
 
+NUMBER = "#NUMBER#"
+"""A part of a body that is another number each time. So the server has no compiled grammar from the time before."""
+_SENT = itertools.count()
+
+
 @dataclass(frozen=True)
 class WorstRequest:
     """A request that the server accepts.
@@ -67,7 +73,8 @@ class WorstRequest:
         """Sends the request and reads the response. Raises AssertionError if it is not accepted."""
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=time_limit(TIMEOUT_S))
         try:
-            connection.request("POST", self.path, self.body, {"Content-Type": "application/json"})
+            body = self.body.replace(NUMBER.encode(), str(next(_SENT)).encode())
+            connection.request("POST", self.path, body, {"Content-Type": "application/json"})
             response = connection.getresponse()
             assert response.status == 200, (self.name, response.status, response.read()[:300])
             self.read(response)
@@ -193,7 +200,7 @@ def _grammars() -> list[WorstRequest]:
         nested = {"properties": {"a": nested}}
     schemas: dict[str, Any] = {
         "properties": {"type": "object", "properties": {name: {} for name in names}},
-        "required properties": {"type": "object", "required": names, "additionalProperties": False},
+        "required properties": {"type": "object", "required": names},
         "enum": {"enum": [f"{i:x}" for i in range(MAX_GRAMMAR_BYTES // 9)]},
         "nested": {"type": "object", **nested},
         "references": {"$defs": {**chain, f"{1500:x}": {}}, "$ref": "#/$defs/0"},
@@ -202,15 +209,17 @@ def _grammars() -> list[WorstRequest]:
         "numbers": {"type": "object", "properties": {name: {"type": "number", "minimum": 0.123456, "maximum": 98765.432}
                                                      for name in names[:700]}},
     }  # fmt: skip
+    rules = "".join(f"r{i}: r{i + 1}\n" for i in range(4000))
     texts: dict[str, Any] = {
-        "regex": {"regex": "|".join(f"{i:x}[a-z]{{1,9}}" for i in range(4000))},
-        "choice": {"choice": [f"{i:x}" * 12 for i in range(MAX_GRAMMAR_CHOICES)]},
-        "lark": {"grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(4000)) + 'r4000: "x"\n'},
+        "regex": {"regex": f"{NUMBER}|" + "|".join(f"{i:x}[a-z]{{1,9}}" for i in range(4000))},
+        "choice": {"choice": [NUMBER, *(f"{i:x}" * 12 for i in range(MAX_GRAMMAR_CHOICES - 1))]},
+        "lark": {"grammar": f'start: r0 // {NUMBER}\n{rules}r4000: "x"\n'},
     }
     small: dict[str, Any] = {"prompt": "a", "max_tokens": 1}
-    function = {"name": "a", "parameters": {"type": "object", "properties": {name: {} for name in names[:150]}}}
+    properties: dict[str, Any] = {name: {} for name in names[:150]}
+    function = {"name": "a", "parameters": {"type": "object", "title": NUMBER, "properties": properties}}
     chat = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": function}]}
-    bodies = {**{name: {"json": one} for name, one in schemas.items()}, **texts}
+    bodies = {**{name: {"json": {"title": NUMBER, **one}} for name, one in schemas.items()}, **texts}
     requests = [_completion(f"grammar: {name}", small, structured_outputs=one) for name, one in bodies.items()]
     return [*requests, _request("grammar: tool", "/v1/chat/completions", {**chat, "max_tokens": 1})]
 
