@@ -30,7 +30,7 @@ _XML_KEYS = _COMMENTS | {"properties", "required", "additionalProperties", "$def
 _OPEN_KEYS = frozenset(
     {"$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "patternProperties"}
 )
-"""Keywords that may describe parameters beside ``properties``."""
+"""Keywords that may describe parameters that ``properties`` does not list."""
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 

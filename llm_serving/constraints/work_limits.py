@@ -128,7 +128,7 @@ def _patterns(schema: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _combines(schema: Mapping[str, Any]) -> bool:
-    """Returns True if a value must fit several schemas at once: this schema and others, or several others."""
+    """Returns True if the keywords of ``schema`` make a value fit several schemas."""
     applied = sum(len(schema[key]) if key == "allOf" else 1 for key in _IN_PLACE if isinstance(schema.get(key), list))
     applied += isinstance(schema.get("$ref"), str)
     others = schema.keys() - _ANNOTATIONS - _DEFINITIONS - {*_IN_PLACE, "$ref"}
@@ -157,7 +157,7 @@ class _Patterns:
             return 0
         if id(value) in self._known:
             return self._known[id(value)]
-        self._known[id(value)] = 0  # for a schema that refers to itself: llguidance refuses other keywords beside it
+        self._known[id(value)] = 0  # llguidance refuses a schema that refers to itself and adds further keywords
         applied = {*_IN_PLACE, "$ref"}
         parts = [self._count(one) for key, one in value.items() if key not in applied | _DEFINITIONS]
         number = max([len(_patterns(value)), *parts])
