@@ -176,8 +176,8 @@ class ModelConfig:
         "What the server computes. `generate`: text. `embed`: embeddings (`/v1/embeddings`). `score`: how well a text "
         "answers a query, with a model that answers yes or no (`/v1/rerank`, `/v1/score`). `classify`: classes of a "
         "text, with a model `*ForSequenceClassification` (`/classify`); with one class, also scores. `auto`: "
-        "`classify` for such a model, `embed` or `score` if the model folder has the files of sentence-transformers, "
-        "else `generate`.",
+        "`classify` for this architecture, `embed` or `score` if the model folder has the files of "
+        "sentence-transformers, else `generate`.",
         choices=("auto", "generate", "embed", "score", "classify"),
     )
     matryoshka_dimensions: tuple[int, ...] | None = own(

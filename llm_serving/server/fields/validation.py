@@ -19,8 +19,8 @@ class RequestModel(BaseModel):
     """Base class of every request body.
 
     ``unsupported`` names the fields of features that the server does not have. It maps each field to the values that
-    are accepted, because they do not use the feature. ``remedies`` says what to do instead, for some of these fields.
-    ``ignored`` names the fields that are accepted and have no effect.
+    are accepted, because they do not use the feature. ``remedies`` has the recommendations in the errors
+    of some of these fields. ``ignored`` names the fields that are accepted and have no effect.
     """
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}

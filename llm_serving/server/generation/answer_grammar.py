@@ -137,10 +137,10 @@ async def _with_cause(
     content: tuple[str, Grammar] | None,
     error: RequestError,
 ) -> RequestError:
-    """Returns the error of the first tool whose own grammar cannot be compiled.
+    """Returns the error of the first tool whose schema cannot be compiled.
 
-    If there is no such tool, returns the error of ``content``, the field and the grammar of an answer without calls. If
-    this grammar can be compiled, too, returns ``error``, which is about all of them together.
+    If all schemas can be compiled, returns the error of ``content``, the field and the grammar of an answer without
+    calls. If this grammar can be compiled, too, returns ``error``, which is about all of them together.
     """
     assert plan is not None
     assert state.grammars is not None
