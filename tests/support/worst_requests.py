@@ -200,6 +200,7 @@ def _grammars() -> list[WorstRequest]:
         nested = {"properties": {"a": nested}}
     schemas: dict[str, Any] = {
         "properties": {"type": "object", "properties": {name: {} for name in names}},
+        "typed properties": {"properties": {f"a{i}": {"type": "integer"} for i in range(MAX_GRAMMAR_BYTES // 40)}},
         "required properties": {"type": "object", "required": names},
         "enum": {"enum": [f"{i:x}" for i in range(MAX_GRAMMAR_BYTES // 9)]},
         "nested": {"type": "object", **nested},
@@ -212,7 +213,7 @@ def _grammars() -> list[WorstRequest]:
     rules = "".join(f"r{i}: r{i + 1}\n" for i in range(4000))
     texts: dict[str, Any] = {
         "regex": {"regex": f"{NUMBER}|" + "|".join(f"{i:x}[a-z]{{1,9}}" for i in range(4000))},
-        "choice": {"choice": [NUMBER, *(f"{i:x}" * 12 for i in range(MAX_GRAMMAR_CHOICES - 1))]},
+        "choice": {"choice": [NUMBER, *(f"{i:040d}" for i in range(MAX_GRAMMAR_CHOICES - 1))]},
         "lark": {"grammar": f'start: r0 // {NUMBER}\n{rules}r4000: "x"\n'},
     }
     small: dict[str, Any] = {"prompt": "a", "max_tokens": 1}
