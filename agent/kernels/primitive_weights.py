@@ -62,7 +62,7 @@ class PrimitiveWeight:
     """
     gated: bool = False
     """True if the outputs are gate and factor of Swiglu, each one half. Then a fusion of the product with Swiglu can
-    compute both at once (plugin/quantised_fusion.h). The results of the primitives do not change.
+    compute both in one pass (plugin/quantised_fusion.h). The results of the primitives do not change.
     """
 
 

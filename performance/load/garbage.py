@@ -11,7 +11,7 @@ from contextlib import contextmanager
 def frozen_objects() -> Iterator[None]:
     """Excludes the objects that exist now from garbage collection, until the end of the context.
 
-    ``gc.unfreeze`` includes all objects again, also those that other code has frozen before. If there are such objects,
+    ``gc.unfreeze`` includes all objects again, also those that other code has frozen before. If these objects exist,
     all objects stay frozen after the end, because their collections would be slow.
     """
     had_frozen = gc.get_freeze_count() > 0

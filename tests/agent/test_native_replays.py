@@ -90,7 +90,7 @@ def test_replays_have_the_bits_of_the_graph(results: Any, name: str, model: str)
 
 
 def test_replays_of_attention_with_sinks_do_not_copy_the_cache(results: Any) -> None:
-    """The graph copies both caches of a layer, to give them three axes. A replay has no memory for such a copy."""
+    """The graph copies both caches of a layer, to give them three axes. A replay has no memory for this copy."""
     (agent,) = results("large cache", "gpt_oss")
     assert agent["bytes of replays"] < agent["bytes of a cache"]
 

@@ -25,7 +25,7 @@ WAITING: list[dict[str, Any]] = [
     {"temperature": 1.0, "top_k": 100},
     {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.2},
 ]
-"""Sequences whose tokens only the host can choose. They are short, so that most steps have no such sequence."""
+"""Sequences whose tokens only the host can choose. They are short, so that most steps do not have them."""
 
 
 def bodies() -> list[dict[str, Any]]:

@@ -294,7 +294,7 @@ def test_if_the_decode_replica_is_lost_another_one_loads_the_blocks() -> None:
 
 
 def test_a_long_prompt_waits_at_the_only_replica_for_long_prompts() -> None:
-    """A load whose client has gone uses the blocks that request "c2" needs. The replica ``decode`` has capacity, but
+    """A load whose client has left uses the blocks that request "c2" needs. The replica ``decode`` has capacity, but
     long prompts do not go there. If the router recalled "c2", it would come back, and the next load would begin.
     """
     tiers = {"prefix_cache": True, "has_tiers": True, "num_blocks": 17, "tier_hosts": 64}

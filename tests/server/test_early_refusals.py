@@ -235,7 +235,7 @@ def test_unusual_requests_take_the_normal_path(rig: Refusing, request_: bytes, s
 
 
 def test_requests_that_arrive_together_with_a_refused_one_are_not_answered(rig: Refusing) -> None:
-    """A client that waits for responses sends no such requests, and a burst of refusals would hold the event loop."""
+    """A client that waits for responses does not send them, and a burst of refusals would hold the event loop."""
     refused = b"POST %s HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 0\r\n\r\n" % PATH.encode()
     with rig.server.raw(refused * 20) as connection:
         data = b""

@@ -103,7 +103,7 @@ def test_lists_are_encoded_in_pieces():
 def test_the_last_bytes_of_a_response_also_end_it(tmp_path: Path, kind: str, size: int) -> None:
     """Otherwise a client could have all bytes and send its next request before the response is complete.
 
-    The connection refuses such a request.
+    The connection refuses this request.
     """
     content, path, sent = b"x" * size, tmp_path / "file", []
     path.write_bytes(content)

@@ -114,7 +114,7 @@ def test_a_fast_and_right_draft_model_makes_as_many_drafts_as_permitted() -> Non
 
 
 def test_no_drafts_are_wanted_beyond_the_contexts_of_the_draft_model() -> None:
-    """Such drafts would not come, and the next step would wait for the result of each step in vain."""
+    """These drafts would not come, and the next step would wait for the result of each step in vain."""
     serving = Serving(pass_ms=0.5, right=1.0, contexts=300)
     wanted, _ = serving.run(200)
     assert min(wanted[30:50]) > 0

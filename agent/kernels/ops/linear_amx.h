@@ -178,7 +178,7 @@ struct TiledForm {
   }
 
   // Multiplies a chunk of weights by all rows of the task, in blocks of up to 32 rows. If `alternate`, `sums` has two
-  // parts: a block uses one of them, and the next block uses the other. Otherwise `sums` has room for all rows.
+  // parts: a block uses one of them, and the next block uses the other. Otherwise `sums` has space for all rows.
   template <class Finishing>
   static void multiply_chunk(const LinearJob& job, const Chunk& chunk, int64_t row, int64_t rows, float* sums,
                              bool alternate, Finishing* finishing, Adapters* adapters) {
@@ -290,7 +290,7 @@ struct TiledForm {
 // sums of a group for 16 rows by 16 columns. At the same time, vector registers scale and add the sums of earlier
 // groups.
 //
-// A tile product covers 64 depths. It covers 32 depths if a group is not a multiple of 64. Such a product takes nearly
+// A tile product covers 64 depths. It covers 32 depths if a group is not a multiple of 64. This product takes nearly
 // the same time.
 template <class Step>
 struct GroupedTiles {

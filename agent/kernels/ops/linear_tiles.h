@@ -119,7 +119,7 @@ using ByteTiles = NarrowTiles;
 // Weights and activations are multiplied as 16-bit numbers (VPMADDWD). VPMADDUBSW would multiply the bytes directly,
 // but its sums saturate. The activations are widened before the products (rows_as_words() in linear_bytes.h). The
 // weights are widened in registers: the depths 0 and 2 of a step are its first part, 1 and 3 its second part. A single
-// row multiplies both parts at once, so that it loads the weights once.
+// row multiplies both parts at the same time, so that it loads the weights once.
 struct ByteStep : WideTiles {
   static constexpr bool in_parts(int rows) { return rows > 1; }
   using X = int16_t;

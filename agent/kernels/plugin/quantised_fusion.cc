@@ -16,7 +16,7 @@ bool quantises_rows_of(const Call& quant, int64_t rows, int64_t depth) {
 
 // The rows that DynamicQuantExt quantises, as the classes below provide them. prepare() reads the launches of the
 // fusion, and returns false if it does not support their sizes. The function row(i, memory) returns the address of row
-// i. It may write the row to `memory`, which has room for one row.
+// i. It may write the row to `memory`, which has space for one row.
 struct RowSource {
   int64_t rows = 0, depth = 0;
   DType dtype = DType::kUnsupported;

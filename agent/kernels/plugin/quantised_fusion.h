@@ -22,7 +22,7 @@ static inline bool is(const Launch& launch, const char* op) { return std::strcmp
 // support the sizes of the step.
 int run_apart(Launch* const* parts, int count);
 
-// Each of these functions runs a fusion whose first launch its name tells. `quantise` begins with DynamicQuantExt,
+// Each of these functions runs a fusion whose first launch its name states. `quantise` begins with DynamicQuantExt,
 // `product` with a product.
 int run_norm_quantise(Launch* const* parts, const Fusion& fusion);
 int run_swiglu_quantise(Launch* const* parts, const Fusion& fusion);
