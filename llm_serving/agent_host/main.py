@@ -22,6 +22,7 @@ from llm_serving.cluster.dialling import read_listen_address
 from llm_serving.cluster.key import BLOCKS_PROTOCOL, EXCHANGE_PROTOCOL, HOST_BLOCKS_PROTOCOL, ClusterKey
 from llm_serving.cluster.messages import HANDSHAKE_TIMEOUT_S, Hello, Refused, Welcome, control, read_at_node
 from llm_serving.cluster.program import difference, own_program
+from llm_serving.config.pool_checks import problem_of_name
 from llm_serving.errors import ConfigError, ProtocolError
 from llm_serving.ipc.segment import remove_leftovers
 from llm_serving.planning.machine import Machine
@@ -121,7 +122,7 @@ class AgentHost:
 
     def _serve(self, channel: SecureChannel, peer: tuple[str, int], *, is_free: bool) -> None:
         try:
-            is_welcome = greet(channel, socket.gethostname(), is_busy=not is_free)
+            is_welcome = greet(channel, socket.gethostname(), is_busy=not is_free, pool=self._settings.pool)
         except (OSError, ProtocolError) as error:
             note(f"refused {peer[0]}: {error}")
             return
@@ -134,9 +135,9 @@ class AgentHost:
             self._session = None
 
 
-def greet(channel: SecureChannel, host: str, *, is_busy: bool) -> bool:
+def greet(channel: SecureChannel, host: str, *, is_busy: bool, pool: str = "") -> bool:
     """Replies to the first message of a server. If the node cannot serve this server, sends the reason and returns
-    False.
+    False. ``pool`` is the pool by prompt length that the node serves, or empty.
 
     Raises OSError and ProtocolError.
     """
@@ -151,7 +152,7 @@ def greet(channel: SecureChannel, host: str, *, is_busy: bool) -> bool:
         return False
     machine = Machine.detect()
     memory = machine.available_bytes, machine.available_from, machine.num_cores
-    channel.send(control(Welcome(own_program(), host, os.getpid(), *memory)))
+    channel.send(control(Welcome(own_program(), host, os.getpid(), *memory, pool)))
     return True
 
 
@@ -186,6 +187,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--first-device", type=int, metavar="N", help="number of the first Ascend of the agents (default: the server's)"
     )
     parser.add_argument(
+        "--pool", default="", metavar="NAME", help="only serve replicas of this pool by prompt length "
+        "(parallel_config.pools of the server; default: of any pool)"
+    )  # fmt: skip
+    parser.add_argument(
         "--with-stdin", action="store_true", help="end when standard input ends, so that the process never outlives "
         "the one that started it"
     )  # fmt: skip
@@ -197,6 +202,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a node until SIGTERM or SIGINT. Returns the exit code, 2 for wrong usage."""
     arguments = build_parser().parse_args(argv)
     try:
+        if arguments.pool and (problem := problem_of_name(arguments.pool)) is not None:
+            raise ConfigError(f"--pool: {problem}")
         address = read_listen_address(arguments.listen)
         key = ClusterKey(arguments.key_file)
         folder = Path(arguments.log_folder).absolute()
@@ -209,7 +216,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     remove_leftovers()
     model = None if arguments.model is None else str(Path(arguments.model).absolute())
     adapters = Path(arguments.adapter_folder or folder / "adapters").absolute()
-    settings = NodeSettings(folder, adapters, model, arguments.first_device, arguments.agent_module)
+    more = arguments.agent_module, arguments.pool
+    settings = NodeSettings(folder, adapters, model, arguments.first_device, *more)
     host = AgentHost(listener, key, settings)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: host.stop())

@@ -25,6 +25,8 @@ class NodeSettings:
     first_device: int | None = None
     """Number of the first device of the agents. None: the number in the server's config."""
     agent_module: str = "agent"
+    pool: str = ""
+    """The pool by prompt length whose replicas the node serves. Empty: replicas of any pool."""
 
 
 def config_of_node(config: Config, settings: NodeSettings) -> Config:

@@ -29,7 +29,8 @@ _EXAMPLES = """\
 examples:
   %(prog)s key cluster.key                        makes a cluster key; copy it to every machine
   %(prog)s host --key-file cluster.key --listen 10.0.0.5:7450
-                                                  starts a node; do this on every machine with agents
+                                                  starts a node; do this on every machine with agents.
+                                                  With --pool NAME, it only serves this pool by prompt length
   %(prog)s up --key-file cluster.key --node 10.0.0.5:7450 --node 10.0.0.6:7450 --model FOLDER
                                                   starts the server, with one replica on each node
   %(prog)s status                                 shows the nodes of a running server
@@ -172,7 +173,9 @@ def _ask_server(arguments: argparse.Namespace) -> int:
     nodes = found["nodes"] if body is None else [found]
     for node in nodes:
         replica = "" if node.get("replica") is None else f"replica {node['replica']}"
-        sys.stdout.write(f"{node['name']:<24} {node['state']:<11} {replica:<11} {node['reason']}".rstrip() + "\n")
+        pool = f"pool {node['pool']} " if node.get("pool") else ""
+        shown = f"{node['name']:<24} {node['state']:<11} {replica:<11} {pool}{node['reason']}"
+        sys.stdout.write(shown.rstrip() + "\n")
     return 0
 
 

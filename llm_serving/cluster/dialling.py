@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+from collections.abc import Collection
 from typing import NamedTuple
 
 from llm_serving.cluster import messages
@@ -18,7 +19,7 @@ CONNECT_TIMEOUT_S = 3.0
 
 
 class NodeRefusedError(LLMServingError):
-    """A node refuses this server, or runs another program than the server. The error's text names the difference."""
+    """A node refuses this server, runs another program, or names an unknown pool. The error's text has the reason."""
 
 
 class NodeBusyError(LLMServingError):
@@ -65,12 +66,13 @@ def connect_for_blocks(address: tuple[str, int], context: ssl.SSLContext) -> ssl
         raise
 
 
-def dial(address: Address, key: ClusterKey) -> tuple[SecureChannel, Welcome]:
+def dial(address: Address, key: ClusterKey, pools: Collection[str] = ()) -> tuple[SecureChannel, Welcome]:
     """Connects to a node. Returns the link and the node's first message. The node must be free and run the same program
-    as this server. Waits at most a few seconds.
+    as this server. If it names a pool by prompt length, ``pools`` must contain the pool. Waits at most a few seconds.
 
     Raises OSError if the node cannot be reached or has another cluster key, and NodeBusyError if the node serves
-    another link. Raises NodeRefusedError if the programs differ, and ProtocolError for a wrong message.
+    another link. Raises NodeRefusedError if the programs differ or the pool is unknown, and ProtocolError for a wrong
+    message.
     """
     plain = socket.create_connection(address, timeout=HANDSHAKE_TIMEOUT_S)
     try:
@@ -91,6 +93,9 @@ def dial(address: Address, key: ClusterKey) -> tuple[SecureChannel, Welcome]:
             raise ProtocolError(f"the node at {address} sent {type(answer).__name__} instead of a welcome")
         if (other := difference(own_program(), answer.program)) is not None:
             raise NodeRefusedError(other)
+        if answer.pool and answer.pool not in pools:
+            known = f"the pools are {', '.join(pools)}" if pools else "the server has no pools (parallel_config.pools)"
+            raise NodeRefusedError(f"the node serves the pool {answer.pool!r}, which is unknown; {known}")
     except ssl.SSLError as error:
         channel.close()
         raise ConnectionError(f"the node refused this cluster key: {error.reason or error}") from None

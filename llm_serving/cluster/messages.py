@@ -42,7 +42,7 @@ from llm_serving.config.parallel_section import MAX_SENT_BLOCKS
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.messages import LongText, ShortText, UInt
 
-LINK_VERSION = 7
+LINK_VERSION = 8
 """Version of the messages of a link. Server and node must have the same version."""
 BEAT_S = 0.5
 """Seconds between two signs of life (messages ``Beat``)."""
@@ -108,6 +108,8 @@ class Welcome(LinkMessage, frozen=True, tag="welcome"):
     memory_from: ShortText
     """The source of ``memory_bytes``, as a text: the machine's free memory, or the limit of its control group."""
     cores: UInt
+    pool: ShortText = ""
+    """The pool by prompt length whose replicas the node serves (``--pool``). Empty: replicas of any pool."""
 
 
 class Refused(LinkMessage, frozen=True, tag="refused"):

@@ -11,7 +11,7 @@ import enum
 import select
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
 from llm_serving.cluster import messages
@@ -51,6 +51,7 @@ class NodeState(enum.Enum):
     """State of a node that the server cannot reach."""
     REFUSED = "refused"
     """State of a node whose program, model files or kernels differ from those of the server or of the first ready node.
+    Also the state of a node that names an unknown pool.
     """
 
 
@@ -87,6 +88,11 @@ class Node:
         self.num_losses = 0
         """Number of times that the link to the node, or its agents, were lost."""
 
+    @property
+    def prompt_pool(self) -> str:
+        """The pool by prompt length that the node named when it was linked last. Empty: the node serves all pools."""
+        return "" if self.welcome is None else self.welcome.pool
+
     def describe(self) -> dict[str, object]:
         """Returns name, address, state and other fields of the node for ``GET /v1/cluster``."""
         facts: dict[str, object] = {"name": self.name, "address": str(self.address), "state": self.state.value}
@@ -94,14 +100,17 @@ class Node:
         if self.welcome is not None:
             facts |= {"host": self.welcome.host, "pid": self.welcome.pid, "version": self.welcome.program.version}
             facts |= {"memory_bytes": self.welcome.memory_bytes, "cores": self.welcome.cores}
+            facts |= {"pool": self.welcome.pool or None}
         return facts
 
 
 class NodePool:
     """All nodes of a server. Any thread may call the methods."""
 
-    def __init__(self, key: ClusterKey) -> None:
+    def __init__(self, key: ClusterKey, prompt_pools: Iterable[str] = ()) -> None:
+        """``prompt_pools`` are the names of the pools by prompt length. A node that names another pool is refused."""
         self.key = key
+        self._prompt_pools = tuple(prompt_pools)
         self._log: NodeLog | None = None
         self._unlogged: list[tuple[str, str, dict[str, Any]]] = []
         """Events before the first call of ``log_to``. That call logs them."""
@@ -115,6 +124,10 @@ class NodePool:
         """
         self._arithmetic: tuple[str, str] | None = None
         """The name of the first ready node, and the digest of its kernels. Other nodes must have the same digest."""
+
+    def allow_pools(self, names: Iterable[str]) -> None:
+        """Also accepts nodes that name one of these pools by prompt length."""
+        self._prompt_pools = tuple(dict.fromkeys((*self._prompt_pools, *names)))
 
     def on_change(self, wake: Callable[[], None]) -> None:
         """Registers ``wake``, which is called whenever a node becomes free or must leave. ``wake`` must be quick, and
@@ -204,14 +217,23 @@ class NodePool:
                 return node is None
             self._forget(node)
         self.event("node_removed", **_event_fields(node))
+        self._wake()  # without the last node of a pool, the pool may use nodes that name no pool
         return True
 
-    def take(self, replica: int, count: int) -> list[Node]:
+    def has_nodes_of(self, prompt_pool: str) -> bool:
+        """Returns True if a node named this pool by prompt length when it was linked last, even if it is lost now."""
+        with self._changed:
+            return any(node.prompt_pool == prompt_pool for node in self._nodes.values())
+
+    def take(self, replica: int, count: int, prompt_pool: str = "") -> list[Node]:
         """Reserves ``count`` free nodes, with their links, for a replica. If fewer nodes are free, reserves none and
         returns an empty list. So two replicas never wait for each other's nodes.
+
+        Only takes nodes that name ``prompt_pool``, or by default nodes that name no pool.
         """
         with self._changed:
-            free = [each for each in self._nodes.values() if each.state is NodeState.FREE][:count]
+            own = [each for each in self._nodes.values() if each.prompt_pool == prompt_pool]
+            free = [each for each in own if each.state is NodeState.FREE][:count]
             if len(free) < count:
                 return []
             for node in free:
@@ -292,7 +314,7 @@ class NodePool:
         wait_s, num_failures = RETRY_S, 0
         while self._wait_to_connect(node):
             try:
-                channel, welcome = dial(node.address, self.key)
+                channel, welcome = dial(node.address, self.key, self._prompt_pools)
             except NodeRefusedError as error:
                 self._note(node, NodeState.REFUSED, str(error))
                 self._sleep(node, REFUSED_RETRY_S)

@@ -28,9 +28,11 @@ class RemoteStarter:
         report: ProgressReport,
         standby: Standby | None = None,
         tiles: TileMemory | None = None,
+        prompt_pool: str = "",
     ) -> None:
         """``standby`` decides when nodes may be used. None means always. ``model`` returns the description of the
         model's files. ``tiles`` is the server's memory with the tiles of images, or None if the model reads no images.
+        ``prompt_pool`` is the replica's pool by prompt length, or empty without such pools.
         """
         self._config = config
         self._replica = replica
@@ -39,21 +41,27 @@ class RemoteStarter:
         self._model = model
         self._report = report
         self._tiles = tiles
+        self._prompt_pool = prompt_pool
 
     def __call__(self) -> RemoteGroup | SpanningGroup | None:
         """Starts the agents on ``nodes_per_replica`` free nodes. Returns None if too few nodes are free, or if the
         standby wants no nodes now.
 
+        If a node names the pool of the replica, only such nodes are used, and they are used only while this pool needs
+        them. Otherwise, only nodes that name no pool are used, while any pool needs them.
+
         Raises AgentStartError if the model's files cannot be read, or the agents could not be started.
         """
-        if not is_wanted(self.standby):
+        pool = self._prompt_pool if self._prompt_pool and self.pool.has_nodes_of(self._prompt_pool) else ""
+        standby = None if self.standby is None else self.standby.of_pool(pool)
+        if not is_wanted(standby):
             return None
         model = self._model()
-        nodes = self._take_nodes()
+        nodes = self._take_nodes(pool)
         if not nodes:
             return None
         try:
-            return self._start(nodes, model)
+            return self._start(nodes, model, standby)
         except (OSError, LLMServingError) as error:
             names = ", ".join(node.name for node in nodes)
             for node in nodes:
@@ -61,19 +69,21 @@ class RemoteStarter:
             text = f"node{'s' if len(nodes) > 1 else ''} {names}: the agents could not be started there: {error}"
             raise AgentStartError(text) from error
 
-    def _start(self, nodes: list[Node], model: dict[str, str]) -> RemoteGroup | SpanningGroup:
-        parts = (self.pool, model, self._report, self.standby, self._tiles)
+    def _start(
+        self, nodes: list[Node], model: dict[str, str], standby: Standby | None
+    ) -> RemoteGroup | SpanningGroup:
+        parts = (self.pool, model, self._report, standby, self._tiles)
         if len(nodes) == 1:
             return RemoteGroup(self._config, self._replica, nodes[0], *parts)
         return SpanningGroup(
             self._config, nodes, lambda node, part: RemoteGroup(self._config, self._replica, node, *parts, part)
         )
 
-    def _take_nodes(self) -> list[Node]:
-        """Takes free nodes from the pool that have enough memory for the agents. Marks nodes with too little memory as
-        refused. Returns an empty list if too few nodes are left.
+    def _take_nodes(self, prompt_pool: str) -> list[Node]:
+        """Takes free nodes of a pool by prompt length that have enough memory for the agents. Marks nodes with too
+        little memory as refused. Returns an empty list if too few nodes are left.
         """
-        while nodes := self.pool.take(self._replica, self._config.parallel_config.nodes_per_replica):
+        while nodes := self.pool.take(self._replica, self._config.parallel_config.nodes_per_replica, prompt_pool):
             problems = [self._problem_of(node) for node in nodes]
             if not any(problems):
                 return nodes

@@ -53,17 +53,19 @@ def remote_executors(
     Raises ConfigError if the cluster key or the address of a node is wrong.
     """
     pool = _open_pool(config, owned)
-    idle_s = config.parallel_config.idle_s
-    standby = None if idle_s is None else Standby(idle_s)
+    idle_s, prompt_pools = config.parallel_config.idle_s, _prompt_pools(config)
+    standby = None if idle_s is None else Standby(idle_s, dict.fromkeys(filter(None, prompt_pools)))
     own_program()  # reads the program's files now, so that the first handshake need not read them
     read_files = cache(lambda: _read_files(config))
     log_folder, executors = Path(config.log_config.path).parent, []
-    for replica in range(config.parallel_config.data_parallel):
-        starter = RemoteStarter(config, replica, pool, read_files, note, standby, tiles)
+    for replica, prompt_pool in enumerate(prompt_pools):
+        starter = RemoteStarter(config, replica, pool, read_files, note, standby, tiles, prompt_pool)
         executor = AgentExecutor(config, (), log_folder, replica=replica, start_group=starter, tiles=tiles)
         pool.on_change(executor.wake)
         if standby is not None:
             standby.on_change(executor.wake)
+            if prompt_pool:
+                standby.of_pool(prompt_pool).on_change(executor.wake)
         owned.callback(pool.no_change, executor.wake)
         owned.callback(executor.close)
         executors.append(executor)
@@ -80,6 +82,14 @@ def standby_of(executors: Sequence[AgentExecutor]) -> Standby | None:
     """Returns the ``Standby`` that decides when the executors use nodes, or None if they always use nodes."""
     starter = executors[0].start_group
     return starter.standby if isinstance(starter, RemoteStarter) else None
+
+
+def _prompt_pools(config: Config) -> list[str]:
+    """Returns the name of each replica's pool by prompt length, or empty names without such pools."""
+    from llm_serving.engine.schedulers import prompt_pools  # only now, because a node imports this package, too
+
+    pools, num_replicas = prompt_pools(config), config.parallel_config.data_parallel
+    return [""] * num_replicas if pools is None else [pools.name_of(replica) for replica in range(num_replicas)]
 
 
 def _read_files(config: Config) -> dict[str, str]:
@@ -101,6 +111,7 @@ def _open_pool(config: Config, owned: ExitStack) -> NodePool:
     name = (parallel.executor, parallel.nodes, parallel.cluster_key_file, parallel.ray_address)
     with _SHARED_LOCK:
         shared = _SHARED.get(name) or _Shared(*_new_pool(config))
+        shared.pool.allow_pools(each.name for each in parallel.pools or ())
         _SHARED[name] = shared
         shared.num_users += 1
     owned.callback(_close_pool, name)
@@ -110,7 +121,7 @@ def _open_pool(config: Config, owned: ExitStack) -> NodePool:
 def _new_pool(config: Config) -> tuple[NodePool, list[RayNodes | NamedNodes]]:
     parallel = config.parallel_config
     assert parallel.cluster_key_file is not None, "the config is checked"
-    pool = NodePool(ClusterKey(parallel.cluster_key_file))
+    pool = NodePool(ClusterKey(parallel.cluster_key_file), [each.name for each in parallel.pools or ()])
     try:
         nodes = parallel.nodes or ()
         names = [read_address(each[len(PREFIX) :]) for each in nodes if each.startswith(PREFIX)]

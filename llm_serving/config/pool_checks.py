@@ -36,14 +36,21 @@ def _shown(pool: PoolConfig) -> str:
 
 def _problem_of_names(names: Sequence[str]) -> str | None:
     for name in names:
-        if not _NAME.fullmatch(name):
-            return (
-                f"{name!r} is not a name of a pool; use at most 63 letters, digits, '.', '_' and '-', with a letter or "
-                "digit first"
-            )
+        if (problem := problem_of_name(name)) is not None:
+            return problem
         if names.count(name) > 1:
             return f"{names.count(name)} pools have the name {name}; names must differ"
     return None
+
+
+def problem_of_name(name: str) -> str | None:
+    """Returns the reason why a pool cannot have this name, or None if it can."""
+    if _NAME.fullmatch(name):
+        return None
+    return (
+        f"{name!r} is not a name of a pool; use at most 63 letters, digits, '.', '_' and '-', with a letter or "
+        "digit first"
+    )
 
 
 def _problem_of_counts(pools: Sequence[PoolConfig], num_replicas: int) -> str | None:

@@ -48,6 +48,7 @@ from llm_serving.request import (
     SchedulingParams,
 )
 from llm_serving.sampling_params import SamplingParams
+from llm_serving.routing.router import Router
 from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.speculation.setup import speculator_maker
 from llm_serving.telemetry.log import EventLog
@@ -135,6 +136,8 @@ class AsyncEngine:
         """Returns the core, which runs in the engine thread."""
         config, on_nodes = self.config, self.nodes is not None
         front, sources = make_front(config, schedulers, pools, on_nodes=on_nodes)
+        if self.standby is not None and isinstance(front, Router):
+            self.standby.watch_pools(front.pool_states)
         return EngineCore(
             front,
             list(zip(sources, executors, strict=True)),

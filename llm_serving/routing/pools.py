@@ -1,18 +1,17 @@
 """Pools of replicas by the length of the prompt (``parallel_config.pools``).
 
 A request belongs to the pool that it names, or else to the pool with the smallest limit that its prompt does not
-exceed. While a replica of this pool is
-ready, the request waits for a replica of this pool. While none is ready, it goes to the pool with the next larger limit
-that has a ready replica. A request never goes to a pool whose limit its prompt exceeds. The limit is for the prompt
+exceed. While a replica of this pool is ready, the request waits for a replica of this pool. While none is ready, it
+goes to the pool with the next larger limit that has a ready replica. A request never goes to a pool whose limit its prompt exceeds. The limit is for the prompt
 only: outputs, preemptions and restarts do not change the pool.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from llm_serving.request import Request
 from llm_serving.routing.replica import RoutedReplica
@@ -39,11 +38,26 @@ class PoolStatus:
     """Number of the pool's replicas that may get requests."""
     waiting: int
     """Number of the pool's requests that wait for a replica."""
+    running: int
+    """Number of requests in the batches of the pool's replicas."""
+    needing: int
+    """Number of requests that need the pool: its own ones that have not ended, wherever they run, and those of other
+    pools at its replicas.
+    """
     placed: int
     """Number of requests that the router placed at the pool's replicas since the start."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+class PoolState(NamedTuple):
+    """The state of a pool by prompt length, which decides whether its nodes are used."""
+
+    is_idle: bool
+    """True if the pool has no requests, and its replicas have none."""
+    is_ready: bool
+    """True if a replica of the pool may get requests."""
 
 
 class PromptPools:
@@ -64,6 +78,10 @@ class PromptPools:
     def __len__(self) -> int:
         return len(self._pools)
 
+    def name_of(self, replica: int) -> str:
+        """Returns the name of the pool to which a replica belongs."""
+        return self._pools[self._pool_of_replica[replica]].name
+
     def pool_of(self, request: Request) -> int:
         """Returns the number of the pool that the request names, or else of the pool for the length of its prompt.
 
@@ -80,7 +98,7 @@ class PromptPools:
         if len(self._pools) == 1:
             return list(replicas)
         for number in range(pool, len(self._pools)):
-            if own := [replica for replica in replicas if self._pool_of_replica[replica.index] == number]:
+            if own := self._own(number, replicas):
                 return own
         return []
 
@@ -93,11 +111,28 @@ class PromptPools:
         names = ", ".join(one.name for one in self._pools[pool:])
         return f"no replica is left for prompts of this length: all replicas of the pools for them ({names}) were lost"
 
-    def statuses(self, replicas: Sequence[RoutedReplica], waiting: Sequence[int]) -> list[PoolStatus]:
-        """Returns the state of each pool. ``waiting`` has the number of waiting requests of each pool."""
+    def _own(self, pool: int, replicas: Sequence[RoutedReplica]) -> list[RoutedReplica]:
+        return [replica for replica in replicas if self._pool_of_replica[replica.index] == pool]
+
+    def states(self, replicas: Sequence[RoutedReplica], unended: Sequence[Collection[str]]) -> dict[str, PoolState]:
+        """Returns whether each pool is idle and ready. ``unended`` has the ids of each pool's requests."""
+        found = {}
+        for number, pool in enumerate(self._pools):
+            own = self._own(number, replicas)
+            is_idle = not unended[number] and all(not one.entries and one.scheduler.is_idle for one in own)
+            found[pool.name] = PoolState(is_idle, any(replica.is_live for replica in own))
+        return found
+
+    def statuses(
+        self, replicas: Sequence[RoutedReplica], waiting: Sequence[int], unended: Sequence[Collection[str]]
+    ) -> list[PoolStatus]:
+        """Returns the status of each pool. ``waiting`` has the number of waiting requests of each pool, and ``unended``
+        the ids of its requests that have not ended.
+        """
         found = []
         for number, pool in enumerate(self._pools):
-            own = [replica for replica in replicas if self._pool_of_replica[replica.index] == number]
+            own = self._own(number, replicas)
+            guests = sum(name not in unended[number] for one in own for name in list(one.entries))
             found.append(
                 PoolStatus(
                     name=pool.name,
@@ -105,6 +140,8 @@ class PromptPools:
                     replicas=tuple(replica.index for replica in own),
                     ready=sum(replica.is_live for replica in own),
                     waiting=waiting[number],
+                    running=sum(replica.scheduler.figures.running for replica in own),
+                    needing=len(unended[number]) + guests,
                     placed=sum(sum(replica.num_placed.values()) for replica in own),
                 )
             )

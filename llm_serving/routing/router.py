@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from llm_serving.errors import AgentLostError, QueueFullError, RequestError
 from llm_serving.request import FinishReason, Request
 from llm_serving.routing.placement import Role, Routing
-from llm_serving.routing.pools import PoolStatus, PromptPools
+from llm_serving.routing.pools import PoolState, PoolStatus, PromptPools
 from llm_serving.routing.queue import Queue
 from llm_serving.routing.replica import Entry, RoutedReplica
 from llm_serving.scheduler.figures import Figures
@@ -106,7 +106,13 @@ class Router:
     def pool_statuses(self) -> list[PoolStatus]:
         """Returns the present state of each pool. Any thread may call this method."""
         waiting = [len(queue.intake) for queue in self._queues]
-        return [status for status in self._pools.statuses(self.replicas, waiting) if status.name]
+        statuses = self._pools.statuses(self.replicas, waiting, [queue.intake.sequences for queue in self._queues])
+        return [status for status in statuses if status.name]
+
+    def pool_states(self) -> dict[str, PoolState]:
+        """Returns whether each pool is idle and ready. Empty without pools."""
+        states = self._pools.states(self.replicas, [queue.intake.sequences for queue in self._queues])
+        return {name: state for name, state in states.items() if name}
 
     # The following methods have the names of ``Scheduler``'s methods, whose docstrings describe them.
 

@@ -43,7 +43,6 @@ class Canary:
         self._log = log
         self._metrics = metrics
         self._interval_s = interval_s
-        self._num_replicas = engine.config.parallel_config.data_parallel
         vocabulary = engine.config.shape.vocab_size
         self._prompt = [(1 + _STRIDE * index) % vocabulary for index in range(PROMPT_TOKENS)]
         self._expected: tuple[int, ...] | None = None
@@ -68,11 +67,29 @@ class Canary:
         """Runs the prompt as many times as there are replicas, all at the same time. The router gives each replica one
         of these requests.
         """
-        await asyncio.gather(*(self._check_one() for _ in range(self._num_replicas)))
+        await asyncio.gather(*(self._check_one(pool) for pool in self._pools_to_check()))
 
-    async def _check_one(self) -> None:
+    def _pools_to_check(self) -> list[str]:
+        """Returns the pool of replicas for each run of the prompt. The names are empty without pools by prompt length.
+
+        Leaves out pools whose nodes were released, because the prompt would start them again. Also leaves out pools for
+        shorter prompts.
+        """
+        engine = self._engine
+        pools = engine.status().pools
+        if not pools:
+            return [""] * engine.config.parallel_config.data_parallel
+        return [
+            pool.name
+            for pool in pools
+            if (pool.ready or engine.standby is None)
+            and (pool.max_prompt_tokens is None or pool.max_prompt_tokens >= PROMPT_TOKENS)
+            for _ in pool.replicas
+        ]
+
+    async def _check_one(self, pool: str) -> None:
         try:
-            tokens, replica = await asyncio.wait_for(self._tokens(), MAX_RUN_S)
+            tokens, replica = await asyncio.wait_for(self._tokens(pool), MAX_RUN_S)
         except (LLMServingError, asyncio.TimeoutError):
             self._metrics.self_check("canary", "skipped")
             return
@@ -89,15 +106,15 @@ class Canary:
             reason = f"the canary got {found}; its first run got {list(self._expected)}"
             self._engine.distrust(replica, reason)
 
-    async def _tokens(self) -> tuple[tuple[int, ...] | None, int]:
-        """Runs the prompt once. Returns its output tokens and the number of the replica that ran it.
+    async def _tokens(self, pool: str) -> tuple[tuple[int, ...] | None, int]:
+        """Runs the prompt once in a pool of replicas. Returns its output tokens and the number of the replica.
 
         The tokens are None if the logits are not finite. Raises LLMServingError if the run was refused or failed.
         """
         name = f"canary-{uuid.uuid4().hex}"
         sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
         # The salt prevents hits in the prefix cache, so that the prompt is computed.
-        scheduling = SchedulingParams(priority=_LOWEST_PRIORITY, cache_salt=name.encode())
+        scheduling = SchedulingParams(priority=_LOWEST_PRIORITY, cache_salt=name.encode(), pool=pool)
         stream = PieceStream()
         tokens: list[int] = []
         opened = self._engine.open(

@@ -78,7 +78,7 @@ class StatusCollector(Collector):
         if status.pools:
             from llm_serving.telemetry.pool_metrics import pool_families
 
-            yield from pool_families(status.pools)
+            yield from pool_families(status.pools, awaits_retry=status.awaits_retry)
 
 
 class DroppedLinesCollector(Collector):
