@@ -46,6 +46,17 @@ POOL = {
     "agentPool": {"enabled": True, "maxReplicas": 3, "idleSeconds": 120},
 }
 
+POOLS = {
+    **POOL,
+    "agentPool": {
+        **POOL["agentPool"],
+        "pools": [
+            {"name": "short", "replicas": 2, "minReplicas": 1, "maxPromptTokens": "2048"},
+            {"name": "long", "replicas": 1},
+        ],
+    },
+}
+
 
 def changed(changes: dict[str, Any]) -> dict[str, Any]:
     """Returns the chart's values with ``changes``, merged as Helm merges them."""
@@ -80,7 +91,11 @@ def manifests(folder: Path, changes: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.fixture(scope="module", params=[{}, EVERYTHING, POOL], ids=["defaults", "everything", "pool of agents"])
+@pytest.fixture(
+    scope="module",
+    params=[{}, EVERYTHING, POOL, POOLS],
+    ids=["defaults", "everything", "pool of agents", "pools by prompt length"],
+)
 def rendered(request, tmp_path_factory):
     return manifests(tmp_path_factory.mktemp("chart"), request.param)
 
@@ -98,18 +113,20 @@ def test_kubernetes_accepts_every_manifest(rendered):
 def test_selectors_find_the_pods(rendered):
     for name, pods, headless in (("chat", "llm-serving", "chat-pods"), ("chat-agents", "llm-serving-agents", None)):
         labels = {"app.kubernetes.io/name": pods, "app.kubernetes.io/instance": "chat"}
-        own = [one for one in rendered if one["metadata"]["name"] in (name, headless)]
+        names = {name, headless, *(f"{name}-{pool}" for pool in ("short", "long"))}
+        own = [one for one in rendered if one["metadata"]["name"] in names]
         for manifest in own:
             spec = manifest["spec"]
             if manifest["kind"] == "StatefulSet":
-                assert spec["template"]["metadata"]["labels"] == spec["selector"]["matchLabels"] == labels
+                assert spec["template"]["metadata"]["labels"] == spec["selector"]["matchLabels"]
+                assert labels.items() <= spec["selector"]["matchLabels"].items()
                 assert spec["serviceName"] == (headless or name)
             elif manifest["kind"] == "Service":
                 assert spec["selector"] == labels
             elif "selector" in spec or "podSelector" in spec:
                 assert spec.get("selector", spec.get("podSelector"))["matchLabels"] == labels
         services = [one for one in own if one["kind"] == "Service" and one["spec"].get("clusterIP") == "None"]
-        assert len(services) == len([one for one in own if one["kind"] == "StatefulSet"])
+        assert len(services) == any(one["kind"] == "StatefulSet" for one in own)
 
 
 def test_pods_have_few_rights_and_enough_time_to_drain(rendered):
@@ -197,16 +214,43 @@ def test_a_pool_of_agents_goes_down_to_none_while_the_server_stays(tmp_path):
     assert outgoing["to"] == [policy["ingress"][0]["from"][1]], "pods with agents reach each other, and nothing else"
 
 
-@pytest.mark.parametrize(("minimum", "idle"), [(0, 0), (1, None)])
-def test_pools_by_prompt_length_reach_the_server_and_keep_all_pods(tmp_path, minimum, idle):
-    pools = [{"name": "short", "replicas": 2, "maxPromptTokens": "2048"}, {"name": "long", "replicas": 1}]
-    found = manifests(tmp_path, {**POOL, "agentPool": {**POOL["agentPool"], "pools": pools, "minReplicas": minimum}})
-    [server] = by_kind(found, "StatefulSet")["spec"]["template"]["spec"]["containers"]
+def test_pools_by_prompt_length_reach_the_server(tmp_path):
+    [server] = by_kind(manifests(tmp_path, POOLS), "StatefulSet")["spec"]["template"]["spec"]["containers"]
     wanted = '[{name: "short", replicas: 2, max_prompt_tokens: 2048}, {name: "long", replicas: 1}]'
     assert f"--set=parallel_config.pools={wanted}" in server["args"]
     assert "--set=parallel_config.data_parallel=3" in server["args"]
-    scaled = by_kind(found, "ScaledObject", "chat-agents")["spec"]
-    assert (scaled["minReplicaCount"], scaled["maxReplicaCount"], scaled.get("idleReplicaCount")) == (3, 3, idle)
+    assert "--set=parallel_config.nodes=[dns:chat-agents:7450]" in server["args"], "one name finds the pods of all pools"
+
+
+def test_each_pool_by_prompt_length_has_its_own_pods_and_its_own_trigger(tmp_path):
+    found = manifests(tmp_path, POOLS)
+    sets = {one["metadata"]["name"] for one in found if one["kind"] == "StatefulSet"}
+    assert sets == {"chat", "chat-agents-short", "chat-agents-long"}
+    assert {one["metadata"]["name"] for one in found if one["kind"] == "ScaledObject"} == sets - {"chat"}
+    for name, numbers in {"short": (1, 2), "long": (0, 1)}.items():
+        agents = by_kind(found, "StatefulSet", f"chat-agents-{name}")["spec"]
+        [host] = agents["template"]["spec"]["containers"]
+        assert "replicas" not in agents, "KEDA sets the number of pods"
+        assert [each for each in host["command"] if each.startswith("--pool")] == [f"--pool={name}"]
+        assert agents["selector"]["matchLabels"]["llm-serving/pool"] == name, "no pod belongs to two StatefulSets"
+        scaled = by_kind(found, "ScaledObject", f"chat-agents-{name}")["spec"]
+        assert scaled["scaleTargetRef"] == {"kind": "StatefulSet", "name": f"chat-agents-{name}"}
+        assert (scaled["minReplicaCount"], scaled["maxReplicaCount"]) == numbers
+        [trigger] = scaled["triggers"]
+        labels = f'namespace="models", service="chat", pool="{name}"'
+        assert trigger["metadata"]["query"] == f"sum(llm_serving_pool_requests{{{labels}}})"
+        assert trigger["metadata"]["activationThreshold"] == "0", "one waiting request starts a pod"
+
+
+def test_pods_of_pools_differ_only_in_their_pool(tmp_path):
+    def pod(found: list[dict[str, Any]], name: str) -> dict[str, Any]:
+        spec: dict[str, Any] = by_kind(found, "StatefulSet", name)["spec"]["template"]["spec"]
+        [host] = spec["containers"]
+        host["command"] = [each for each in host["command"] if not each.startswith("--pool")]
+        return spec
+
+    found, without = manifests(tmp_path, POOLS), manifests(tmp_path, POOL)
+    assert pod(found, "chat-agents-short") == pod(found, "chat-agents-long") == pod(without, "chat-agents")
 
 
 @pytest.mark.parametrize(
@@ -228,6 +272,9 @@ def test_pools_by_prompt_length_reach_the_server_and_keep_all_pods(tmp_path, min
         ({"agentPool": {"enabled": True}, "autoscaling": {"enabled": True}}, "autoscaling"),
         ({"settings": {"parallel_config.nodes": "[a:1]"}}, "settings"),
         ({"agentPool": {"pools": [{"name": "a b", "replicas": 1}]}}, "name"),
+        ({"agentPool": {"pools": [{"name": "A_b", "replicas": 1}]}}, "name"),
+        ({"agentPool": {"pools": [{"name": "a", "replicas": 1, "minReplicas": -1}]}}, "minReplicas"),
+        ({"agentPool": {"pools": [{"name": "a", "replicas": 1}], "minReplicas": 1}}, "minReplicas"),
         ({"agentPool": {"pools": [{"name": "a", "replicas": 0}]}}, "replicas"),
         ({"agentPool": {"pools": [{"name": "a"}]}}, "replicas"),
         ({"agentPool": {"pools": [{"name": "a", "replicas": 1, "maxPromptTokens": 9}]}}, "maxPromptTokens"),
