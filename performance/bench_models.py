@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures starts, sleep and wake of one of several models: ``python performance/bench_models.py``."""
+"""Measures starts, sleep, wake and reloads of one of several models: ``python performance/bench_models.py``."""
 
 from entry import run
 

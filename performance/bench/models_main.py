@@ -1,4 +1,4 @@
-"""Measures what it costs to start, put to sleep and wake a model of a server with several models.
+"""Measures what it costs to start, put to sleep, wake and reload a model of a server with several models.
 
 The server's main model is the embedded tiny model, and the measured model is a further model. All caches on disk are
 empty at the beginning. The program prints:
@@ -6,6 +6,9 @@ empty at the beginning. The program prints:
 1. the time of the cold start: the first load, which converts the weights and compiles the graph
 2. alternately, the time of a load after an unload, and of a wake after a sleep
 3. the memory (PSS) of all processes of the server before the first load, while the model serves, and while it sleeps
+4. reloads of the model's weights while clients stream answers: the number of failed requests (the goal is 0), the time
+   of a reload, and the time between tokens during the reloads over the time before them. The machine needs memory for
+   two versions of the model. ``--reload-clients 0`` leaves this part out.
 
     python performance/bench_models.py
     python performance/bench_models.py --config llama_tiny_cpu.yaml --rounds 5 --json FILE
@@ -24,6 +27,7 @@ from typing import Any
 
 import psutil
 
+from performance.bench.model_reload import ReloadFigures, measure_reloads
 from performance.load.endpoint import Endpoint
 from performance.load.server_process import configured_server
 from performance.program import exits_with_errors, write_json
@@ -46,8 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="smollm2_135m_cpu.yaml", help="config of the measured model")
     parser.add_argument("--rounds", type=int, default=5, help="loads and wakes to measure (5)")
+    parser.add_argument(
+        "--reload-clients", type=int, default=8, metavar="N", help="requests in flight during the reloads (8)"
+    )
+    parser.add_argument("--reloads", type=int, default=3, help="reloads under load to measure (3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     options = parser.parse_args(arguments)
+    if options.rounds < 1 or options.reloads < 1 or options.reload_clients < 0:
+        parser.error("--rounds and --reloads must be at least 1, and --reload-clients at least 0")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")  # the server inherits it: no cached weights
         settings = [
@@ -56,9 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ]
         with configured_server("several models", "llama_tiny_cpu.yaml", settings, Path(folder), START_TIMEOUT_S) as at:
             figures = _measure(at, options.rounds)
-    _print(figures)
-    if options.json is not None:
-        write_json(options.json, figures)
+            _print(figures)
+            if options.reload_clients:
+                reloads = _measure_reloads(at, options.reload_clients, options.reloads)
+                _print_reloads(reloads)
+                figures["reload"] = reloads.as_json()
+    write_json(options.json, figures)
     return 0
 
 
@@ -78,6 +91,25 @@ def _measure(server: Endpoint, rounds: int) -> dict[str, Any]:
     _command(server, "sleep")
     asleep = _settled_memory()
     return {**figures, "memory_before": before, "memory_serving": serving, "memory_asleep": asleep}
+
+
+def _measure_reloads(server: Endpoint, clients: int, reloads: int) -> ReloadFigures:
+    _command(server, "load")
+    _answer(server, NAME)
+    return measure_reloads(server, NAME, clients, reloads, lambda: _command(server, "reload"))
+
+
+def _print_reloads(figures: ReloadFigures) -> None:
+    failed = sum(figures.failures.values())
+    kinds = "".join(f", {number} x {kind}" for kind, number in figures.failures.items())
+    print(f"failed requests            {failed:6} of {figures.requests} (goal 0){kinds}")
+    print(f"requests in flight         {min(figures.in_flight):6} at least, at the begin of a reload")
+    print(f"reload under load          {statistics.median(figures.reload_s):6.2f} s (median of {len(figures.reload_s)})")
+    before, during = figures.tbt_before_ms.as_dict(), figures.tbt_during_ms.as_dict()
+    for name in ("mean", "p50", "p99", "max"):
+        first, second = before[name], during[name]
+        if first and second:
+            print(f"time between tokens, {name:5} {first:6.1f} ms before, {second:.1f} ms during: {second / first:.2f} x")
 
 
 def _print(figures: dict[str, Any]) -> None:

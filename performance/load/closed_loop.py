@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from time import perf_counter
 
@@ -18,9 +19,13 @@ __all__ = ["run_closed_loop"]
 
 
 class ClosedLoopBatch(Batch):
-    """Keeps ``clients`` requests running until every request is sent. The due time of a request is its send time."""
+    """Keeps ``clients`` requests running until every request is sent. The due time of a request is its send time.
+
+    After ``enough`` is set, no more requests are sent, and those that run complete.
+    """
 
     clients = 1
+    enough: threading.Event | None = None
 
     async def send_all(self, display: Display | None) -> None:
         self.start = perf_counter()
@@ -30,7 +35,7 @@ class ClosedLoopBatch(Batch):
         await self._wait_for_all(display)
 
     def _send_next(self) -> None:
-        if self._next < len(self._arrivals) and not self._stop.is_set():
+        if not self._has_ended:
             self._next += 1
             self._send_due(self._next - 1, perf_counter())
 
@@ -42,19 +47,31 @@ class ClosedLoopBatch(Batch):
 
     def _continue(self) -> None:
         self._send_next()
-        self._all_sent = self._next == len(self._arrivals) or self._stop.is_set()
+        self._all_sent = self._has_ended
         self._check_all_over()
+
+    @property
+    def _has_ended(self) -> bool:
+        """True if no more requests are sent."""
+        is_enough = self.enough is not None and self.enough.is_set()
+        return is_enough or self._next == len(self._arrivals) or self._stop.is_set()
 
 
 class ClosedLoopClient(LoadClient):
     """A load client that sends given requests in a closed loop."""
 
     def __init__(
-        self, options: LoadOptions, requests: Sequence[LoadRequest], clients: int, display: Display | None
+        self,
+        options: LoadOptions,
+        requests: Sequence[LoadRequest],
+        clients: int,
+        display: Display | None,
+        enough: threading.Event | None = None,
     ) -> None:
         super().__init__(options, display)
         self._requests = list(requests)
         self._clients = clients
+        self._enough = enough
 
     def _workload(self) -> list[LoadRequest]:
         return self._requests
@@ -68,12 +85,19 @@ class ClosedLoopClient(LoadClient):
             self._options.timeout_s,
             self._stop,
         )
-        batch.clients, batch.keep_text = self._clients, self._options.keep_text
+        batch.clients, batch.keep_text, batch.enough = self._clients, self._options.keep_text, self._enough
         return batch
 
 
 def run_closed_loop(
-    options: LoadOptions, requests: Sequence[LoadRequest], clients: int, display: Display | None = None
+    options: LoadOptions,
+    requests: Sequence[LoadRequest],
+    clients: int,
+    display: Display | None = None,
+    enough: threading.Event | None = None,
 ) -> LoadRun:
-    """Sends ``requests`` in order, ``clients`` at a time. Raises ``LoadTestError`` if the run cannot start."""
-    return uvloop.run(ClosedLoopClient(options, requests, clients, display).run())
+    """Sends ``requests`` in order, ``clients`` at a time. After ``enough`` is set, sends no more of them.
+
+    Raises ``LoadTestError`` if the run cannot start.
+    """
+    return uvloop.run(ClosedLoopClient(options, requests, clients, display, enough).run())
