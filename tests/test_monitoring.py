@@ -36,7 +36,10 @@ QUERIES = [*PANELS, *((rule["alert"], rule["expr"]) for rule in ALERTS)]
 EMPTY = {"llm_serving_requests_refused_total", "llm_serving_access_refused_total"}
 """Metrics without a series until the first refusal."""
 OPTIONAL = ("llm_serving_nodes", "llm_serving_hand_over", "llm_serving_kv_tier_", "llm_serving_model_")
-"""Beginnings of the names of metrics that a server without nodes, roles, KV tiers and further models does not have."""
+OPTIONAL += ("llm_serving_pool_",)
+"""Beginnings of the names of metrics that a server without nodes, roles, KV tiers, further models and pools of replicas
+does not have.
+"""
 
 needs_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None, reason="prometheus is not installed: apt-get install prometheus"
@@ -69,6 +72,12 @@ def test_every_metric_and_label_exists() -> None:
         for name, selector in re.findall(r"\b((?:llm_serving|process)_\w+)\{(.*?)\}", query):
             labels = set(re.findall(r"(\w+)=~?\"", selector)) - {"instance"}
             assert labels <= series[name], f"{title}: {name} has no label {labels - series[name]}"
+
+
+def test_the_dashboard_shows_queue_requests_and_replicas_of_each_pool() -> None:
+    shown = {name for _, query in PANELS if "by (instance, pool)" in query for name in names_of(query)}
+    parts = ("requests_waiting", "requests_running", "replicas_ready")
+    assert shown == {f"llm_serving_pool_{part}" for part in parts}
 
 
 def test_a_wrong_metric_is_found() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -166,11 +167,15 @@ class _Reload(Generic[V]):
         raise ModelStateError(f"The model is not reloaded: {problem}.{hint}", code=code)
 
     def _check_free_nodes(self) -> None:
-        """Raises NoFreeNodeError if the agents of the new version would wait for nodes that the old version uses."""
+        """Raises NoFreeNodeError if the agents of the new version would wait for nodes that the old version uses.
+
+        The nodes of a replica belong to the same pool by prompt length, or to none.
+        """
         engine, needed = self._old.engine, self._next.config.parallel_config.nodes_per_replica
         if engine.nodes is None:
             return
-        num_free = [node["state"] for node in engine.nodes.status()].count("free")
+        free = Counter(node.get("pool") for node in engine.nodes.status() if node["state"] == "free")
+        num_free = max(free.values(), default=0)
         if num_free < needed:
             nodes, are = "node" if needed == 1 else "nodes", "is" if num_free == 1 else "are"
             raise NoFreeNodeError(

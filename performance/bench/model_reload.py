@@ -45,7 +45,7 @@ class ReloadFigures:
     """For each reload: number of requests that had begun before it and ended after its begin."""
     reload_s: list[float]
     tbt_before_ms: Summary
-    """Times between two streamed pieces in the seconds before the reloads."""
+    """Times between two streamed pieces of a request, in the seconds before the reloads."""
     tbt_during_ms: Summary
 
     @classmethod
@@ -65,8 +65,8 @@ class ReloadFigures:
             failures=dict(Counter(record.failure for record in records if record.failure is not None)),
             in_flight=flights,
             reload_s=[end - begin for begin, end in during],
-            tbt_before_ms=summarize(gaps_ms(records, before)),
-            tbt_during_ms=summarize(gaps_ms(records, during)),
+            tbt_before_ms=summarize(gaps_ms(records, before, are_whole=True)),
+            tbt_during_ms=summarize(gaps_ms(records, during, are_whole=False)),
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -81,16 +81,20 @@ class ReloadFigures:
         }
 
 
-def gaps_ms(records: Sequence[RequestRecord], windows: Sequence[Window]) -> list[float]:
-    """Returns the times between pieces that overlap one of the windows. A request that stalls during a reload gets its
-    next piece after the reload, so this gap counts, too.
+def gaps_ms(records: Sequence[RequestRecord], windows: Sequence[Window], *, are_whole: bool) -> list[float]:
+    """Returns the times between pieces in the windows. With ``are_whole``, a gap must begin and end in its window.
+
+    Otherwise, a gap must overlap a window. A request that stalls during a reload gets its next piece after the reload,
+    so this gap must count.
     """
-    return [
-        1000.0 * (later - earlier)
-        for record in records
-        for earlier, later in pairwise(record.piece_times)
-        if any(earlier < end and later > begin for begin, end in windows)
-    ]
+
+    def counts(earlier: float, later: float) -> bool:
+        if are_whole:
+            return any(begin <= earlier and later <= end for begin, end in windows)
+        return any(earlier < end and later > begin for begin, end in windows)
+
+    gaps = (gap for record in records for gap in pairwise(record.piece_times))
+    return [1000.0 * (later - earlier) for earlier, later in gaps if counts(earlier, later)]
 
 
 def _is_running(record: RequestRecord, now: float) -> bool:

@@ -12,6 +12,7 @@ from llm_serving.cluster.key import ClusterKey, make_key
 from llm_serving.cluster.named_nodes import NamedNodes, Resolve, resolve
 from llm_serving.cluster.nodes import NodePool, NodeState
 from llm_serving.cluster.standby import Standby
+from llm_serving.routing.pools import PoolState
 from support.fakes import RecordingLog
 
 
@@ -90,6 +91,36 @@ def test_a_refused_request_wants_nodes_until_some_time_after_its_retry() -> None
     assert engine.after(0.5, idle=True, ready=True).is_wanted
     assert not engine.after(0.5, idle=True, ready=True).is_wanted
     assert engine.changes == [True, False, True, False]
+
+
+def test_each_pool_wants_its_nodes_by_its_own_requests() -> None:
+    standby, changes = Standby(10.0, ["short", "long"]), list[str]()
+    states = {"short": PoolState(is_idle=True, is_ready=False), "long": PoolState(is_idle=True, is_ready=False)}
+    standby.watch_pools(lambda: states)
+    for name in states:
+        standby.of_pool(name).on_change(lambda name=name: changes.append(name))
+
+    def wanted(now: float, **idle: bool) -> dict[str, bool]:
+        states.update({name: PoolState(is_idle=one, is_ready=True) for name, one in idle.items()})
+        is_idle = all(state.is_idle for state in states.values())
+        standby.note(is_idle=is_idle, is_ready=True, now=now)
+        return {name: standby.of_pool(name).is_wanted for name in ("", *states)}
+
+    assert wanted(1.0) == {"": False, "short": False, "long": False}
+    assert wanted(2.0, short=False) == {"": True, "short": True, "long": False}
+    assert wanted(3.0, short=True, long=False) == {"": True, "short": True, "long": True}
+    assert standby.due == 13.0, "the pool short becomes unwanted although the server is busy"
+    assert wanted(13.0) == {"": True, "short": False, "long": True}
+    assert wanted(14.0, long=True)[""]
+    assert standby.due == 24.0
+    assert wanted(24.0) == {"": False, "short": False, "long": False}
+    assert changes == ["short", "long", "short", "long"]
+
+
+def test_a_refused_request_wants_the_nodes_of_all_pools_because_its_prompt_is_not_known() -> None:
+    standby = Standby(2.0, ["short", "long"])
+    standby.note_refused(5.0)
+    assert [standby.of_pool(name).is_wanted for name in ("", "short", "long")] == [True, True, True]
 
 
 @pytest.fixture

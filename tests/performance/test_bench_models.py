@@ -16,11 +16,12 @@ def record(sent: float, *pieces: float, failure: str | None = None) -> RequestRe
     return RequestRecord(0, due=sent, sent=sent, piece_times=array("d", pieces), end=pieces[-1], failure=failure)
 
 
-def test_gaps_belong_to_the_windows_that_they_overlap() -> None:
-    records = [record(0.0, 1.0, 2.0, 5.0, 5.5), record(3.0, 3.1, 3.2)]
-    assert gaps_ms(records, [(0.0, 2.0)]) == [1000.0]
-    assert gaps_ms(records, [(2.0, 3.0)]) == [3000.0], "a request that stalls gets its next piece after the window"
-    assert gaps_ms(records, [(0.0, 2.0), (5.0, 6.0)]) == [1000.0, 500.0]
+def test_a_stall_that_a_reload_causes_counts_as_during_the_reload() -> None:
+    records = [record(0.0, 1.0, 2.0, 5.0, 5.5)]
+    before, during = [(0.0, 3.0)], [(3.0, 4.0)]
+    assert gaps_ms(records, before, are_whole=True) == [1000.0]
+    assert gaps_ms(records, during, are_whole=False) == [3000.0], "the next piece came after the reload"
+    assert gaps_ms(records, [(0.0, 2.0), (5.0, 6.0)], are_whole=True) == [1000.0, 500.0]
 
 
 def test_failures_and_requests_in_flight_are_counted() -> None:

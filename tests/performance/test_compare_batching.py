@@ -1,6 +1,7 @@
 """Tests the comparison of batching modes with a scripted server: closed loop, table, JSON, and equal texts."""
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,21 @@ def test_a_run_with_fewer_requests_than_clients_ends() -> None:
         requests = study_workload(3, 0, (2, 4), (3,), 100)
         run = run_closed_loop(LoadOptions(Endpoint("127.0.0.1", server.port)), requests, clients=50)
     assert [record.failure for record in run.records] == ["http 429"] * 3
+
+
+def test_no_request_is_sent_after_enough_and_the_running_ones_complete() -> None:
+    enough = threading.Event()
+
+    def script(number: int, body: dict[str, object]) -> Reply:
+        if number >= 4:
+            enough.set()
+        return Reply(tokens=3, first_s=0.01)
+
+    with fake_openai_server(script) as server:
+        requests = study_workload(1000, 0, (2, 4), (3, 5), 100)
+        run = run_closed_loop(LoadOptions(Endpoint("127.0.0.1", server.port)), requests, clients=2, enough=enough)
+    assert 5 <= len(run.records) < 50
+    assert [record.failure for record in run.records] == [None] * len(run.records)
 
 
 def test_the_workload_depends_on_the_seed_and_has_three_output_lengths() -> None:

@@ -10,7 +10,7 @@ import pytest
 from llm_serving.errors import AgentLostError, QueueFullError, RequestError
 from llm_serving.request import FinishReason, Request
 from llm_serving.routing.placement import Placed
-from llm_serving.routing.pools import PromptPool, PromptPools
+from llm_serving.routing.pools import PoolState, PromptPool, PromptPools
 from llm_serving.routing.router import Router
 from support.fakes import make_limits, make_request
 from support.routed_simulation import RoutedSimulation, play_routed
@@ -69,6 +69,7 @@ def test_the_first_replicas_cover_all_pools_and_replica_0_serves_all_prompts() -
         make_limits(), 6, pools=PromptPools([PromptPool("a", 3, 4), PromptPool("b", 2, 8), PromptPool("c", 1)])
     )
     assert replicas_of(simulation) == {"a": (2, 4, 5), "b": (1, 3), "c": (0,)}
+    assert [simulation.router._pools.name_of(replica) for replica in range(6)] == ["c", "b", "a", "b", "a", "a"]
 
 
 def test_long_prompts_that_wait_do_not_delay_short_ones() -> None:
@@ -98,6 +99,35 @@ def test_without_its_pool_a_short_prompt_goes_to_the_pool_for_longer_ones() -> N
     simulation.schedule()
     assert places(simulation) == {"running": 0, "new": 0}
     assert [status.ready for status in simulation.router.pool_statuses()] == [0, 1]
+    simulation.finish()
+
+
+def test_requests_need_their_pool_also_while_they_run_elsewhere() -> None:
+    """Otherwise, no machine would be started for a pool without replicas whose requests another pool serves."""
+    simulation = routed(max_num_seqs=2)
+    router = simulation.router
+
+    def figures() -> dict[str, tuple[int, int, int]]:
+        return {status.name: (status.waiting, status.running, status.needing) for status in router.pool_statuses()}
+
+    assert router.pool_states() == {"short": PoolState(True, True), "long": PoolState(True, True)}
+    simulation.lose(1)
+    simulation.add(*(make_request(f"s{number}", 3, 20) for number in range(3)), make_request("l", LONG, 20))
+    for _ in range(3):
+        simulation.step_all()
+    assert figures() == {"short": (1, 0, 3), "long": (1, 2, 3)}
+    assert router.pool_states() == {"short": PoolState(False, False), "long": PoolState(False, True)}
+    simulation.finish()
+    assert figures() == {"short": (0, 0, 0), "long": (0, 0, 0)}
+
+
+def test_a_pool_is_idle_only_without_requests_of_others_at_its_replicas() -> None:
+    simulation = routed()
+    simulation.lose(1)
+    simulation.add(make_request("short", 3, 20))
+    for _ in range(3):
+        simulation.step_all()
+    assert not simulation.router.pool_states()["long"].is_idle
     simulation.finish()
 
 
@@ -252,6 +282,7 @@ def test_tenants_are_charged_in_the_queue_of_their_pool() -> None:
 def test_without_pools_the_status_has_none() -> None:
     simulation = RoutedSimulation(make_limits(), 2)
     assert simulation.router.pool_statuses() == []
+    assert simulation.router.pool_states() == {}
     with pytest.raises(AssertionError, match="refuses roles with pools"):
         Router(simulation.inner, split=object(), pools=pools())  # type: ignore[arg-type]
 
