@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -26,6 +27,11 @@ from llm_serving.registry.transitions import Transitions
 from llm_serving.registry.version import RunningVersion
 
 V = TypeVar("V")
+
+
+def num_free_together(nodes: Sequence[Mapping[str, object]]) -> int:
+    """Returns the number of free nodes that one replica may use. They name the same pool by prompt length, or none."""
+    return max(Counter(node.get("pool") for node in nodes if node["state"] == "free").values(), default=0)
 
 
 class NoFreeNodeError(LLMServingError):
@@ -167,15 +173,11 @@ class _Reload(Generic[V]):
         raise ModelStateError(f"The model is not reloaded: {problem}.{hint}", code=code)
 
     def _check_free_nodes(self) -> None:
-        """Raises NoFreeNodeError if the agents of the new version would wait for nodes that the old version uses.
-
-        The nodes of a replica belong to the same pool by prompt length, or to none.
-        """
+        """Raises NoFreeNodeError if the agents of the new version would wait for nodes that the old version uses."""
         engine, needed = self._old.engine, self._next.config.parallel_config.nodes_per_replica
         if engine.nodes is None:
             return
-        free = Counter(node.get("pool") for node in engine.nodes.status() if node["state"] == "free")
-        num_free = max(free.values(), default=0)
+        num_free = num_free_together(engine.nodes.status())
         if num_free < needed:
             nodes, are = "node" if needed == 1 else "nodes", "is" if num_free == 1 else "are"
             raise NoFreeNodeError(

@@ -14,6 +14,7 @@ import pytest
 
 from llm_serving.errors import AgentStartError, ModelStateError, ModelUnavailableError
 from llm_serving.registry.registry import RETRY_FAILED_S
+from llm_serving.registry.reloading import num_free_together
 from llm_serving.registry.states import ModelState, StartCosts
 from support.fake_models import FakeEngine, Models, add_adapter
 from support.model_scripts import play
@@ -281,6 +282,12 @@ def test_a_reload_without_a_free_node_is_refused_or_drains_first(tmp_path: Path)
         assert models.registry.main.view == "main.1"
 
     play(script, tmp_path, {})
+
+
+def test_free_nodes_of_different_pools_do_not_serve_one_replica() -> None:
+    nodes = [("free", "short"), ("free", "long"), ("used", "long"), ("free", "long"), ("free", None)]
+    assert num_free_together([{"state": state, "pool": pool} for state, pool in nodes]) == 2
+    assert num_free_together([{"state": "used", "pool": None}]) == 0
 
 
 def test_a_reload_without_a_free_node_that_needs_the_memory_of_another_model_names_it(tmp_path: Path) -> None:
