@@ -2,8 +2,8 @@
 
 A request belongs to the pool that it names, or else to the pool with the smallest limit that its prompt does not
 exceed. While a replica of this pool is ready, the request waits for a replica of this pool. While none is ready, it
-goes to the pool with the next larger limit that has a ready replica. A request never goes to a pool whose limit its prompt exceeds. The limit is for the prompt
-only: outputs, preemptions and restarts do not change the pool.
+goes to the pool with the next larger limit that has a ready replica. A request never goes to a pool whose limit its
+prompt exceeds. The limit is for the prompt only: outputs, preemptions and restarts do not change the pool.
 """
 
 from __future__ import annotations

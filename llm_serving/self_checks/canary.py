@@ -65,27 +65,21 @@ class Canary:
 
     async def check(self) -> None:
         """Runs the prompt as many times as there are replicas, all at the same time. The router gives each replica one
-        of these requests.
+        of these requests. With pools by prompt length, each run names the pool of its replica.
         """
         await asyncio.gather(*(self._check_one(pool) for pool in self._pools_to_check()))
 
     def _pools_to_check(self) -> list[str]:
         """Returns the pool of replicas for each run of the prompt. The names are empty without pools by prompt length.
 
-        Leaves out pools whose nodes were released, because the prompt would start them again. Also leaves out pools for
-        shorter prompts.
+        Leaves out replicas that are not ready. A run that names a pool without nodes would start its nodes. Also leaves
+        out pools for shorter prompts.
         """
-        engine = self._engine
-        pools = engine.status().pools
+        pools = self._engine.status().pools
         if not pools:
-            return [""] * engine.config.parallel_config.data_parallel
-        return [
-            pool.name
-            for pool in pools
-            if (pool.ready or engine.standby is None)
-            and (pool.max_prompt_tokens is None or pool.max_prompt_tokens >= PROMPT_TOKENS)
-            for _ in pool.replicas
-        ]
+            return [""] * self._engine.config.parallel_config.data_parallel
+        able = (pool for pool in pools if (pool.max_prompt_tokens or PROMPT_TOKENS) >= PROMPT_TOKENS)
+        return [pool.name for pool in able for _ in range(pool.ready)]
 
     async def _check_one(self, pool: str) -> None:
         try:

@@ -104,12 +104,14 @@ def _print_reloads(figures: ReloadFigures) -> None:
     kinds = "".join(f", {number} x {kind}" for kind, number in figures.failures.items())
     print(f"failed requests            {failed:6} of {figures.requests} (goal 0){kinds}")
     print(f"requests in flight         {min(figures.in_flight):6} at least, at the begin of a reload")
-    print(f"reload under load          {statistics.median(figures.reload_s):6.2f} s (median of {len(figures.reload_s)})")
+    seconds = statistics.median(figures.reload_s)
+    print(f"reload under load          {seconds:6.2f} s (median of {len(figures.reload_s)})")
     before, during = figures.tbt_before_ms.as_dict(), figures.tbt_during_ms.as_dict()
     for name in ("mean", "p50", "p99", "max"):
         first, second = before[name], during[name]
         if first and second:
-            print(f"time between tokens, {name:5} {first:6.1f} ms before, {second:.1f} ms during: {second / first:.2f} x")
+            ratio = f"{second / first:.2f} x"
+            print(f"time between tokens, {name:5} {first:6.1f} ms before, {second:.1f} ms during: {ratio}")
 
 
 def _print(figures: dict[str, Any]) -> None:

@@ -219,7 +219,7 @@ def test_pools_by_prompt_length_reach_the_server(tmp_path):
     wanted = '[{name: "short", replicas: 2, max_prompt_tokens: 2048}, {name: "long", replicas: 1}]'
     assert f"--set=parallel_config.pools={wanted}" in server["args"]
     assert "--set=parallel_config.data_parallel=3" in server["args"]
-    assert "--set=parallel_config.nodes=[dns:chat-agents:7450]" in server["args"], "one name finds the pods of all pools"
+    assert "--set=parallel_config.nodes=[dns:chat-agents:7450]" in server["args"], "the name of the pods of all pools"
 
 
 def test_each_pool_by_prompt_length_has_its_own_pods_and_its_own_trigger(tmp_path):
