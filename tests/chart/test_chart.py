@@ -2,6 +2,7 @@
 
 Go's template engine renders the templates, as in Helm. The chart uses only functions of that engine, so Helm's own
 functions are not needed. ``kubernetes-validate`` has the schemas of the Kubernetes API and refuses unknown fields.
+``cloudcoil`` has models of the kinds of KEDA and of the Prometheus operator, made from their schemas.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from cloudcoil.models.keda import v1alpha1 as keda
+from cloudcoil.models.prometheus_operator import v1 as prometheus_operator
 
 CHART = Path(__file__).parents[2] / "helm" / "llm-serving"
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA = yaml.safe_load((CHART / "values.schema.json").read_text())
 ABOUT = yaml.safe_load((CHART / "Chart.yaml").read_text())
 KUBERNETES = "1.30"
-OWN_KINDS = {"ServiceMonitor", "ScaledObject", "InferencePool"}
-"""Kinds of other projects. Kubernetes' schemas do not have them."""
+MODELS = {"ServiceMonitor": prometheus_operator.ServiceMonitor, "ScaledObject": keda.ScaledObject}
+"""Models of kinds of other projects. Kubernetes' schemas do not have these kinds."""
+UNCHECKED_KINDS = {"InferencePool"}
+"""Kinds without a schema. No package has one."""
 RENDER = "import sys, go_template; go_template.render_template(sys.argv[1], sys.argv[2], '')"
 EVERYTHING = {
     "image": {"tag": "2.0", "pullSecrets": ["registry"]},
@@ -104,10 +109,37 @@ def by_kind(rendered: list[dict[str, Any]], kind: str, name: str = "chat") -> di
     return next(one for one in rendered if one["kind"] == kind and one["metadata"]["name"] == name)
 
 
-def test_kubernetes_accepts_every_manifest(rendered):
+def check_against_model(manifest: dict[str, Any]) -> None:
+    """Checks a manifest of another project's kind. The models drop unknown fields and convert values, so that an error
+    changes the manifest.
+    """
+    read = MODELS[manifest["kind"]].model_validate(manifest)
+    assert read.model_dump(by_alias=True, exclude_unset=True, mode="json") == manifest
+
+
+def test_every_manifest_fits_the_schema_of_its_kind(rendered):
     for manifest in rendered:
-        if manifest["kind"] not in OWN_KINDS:
+        if manifest["kind"] in MODELS:
+            check_against_model(manifest)
+        elif manifest["kind"] not in UNCHECKED_KINDS:
             kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("ScaledObject", {"minReplicas": 1}),
+        ("ScaledObject", {"maxReplicaCount": "4"}),
+        ("ScaledObject", {"triggers": [{"type": "prometheus", "metadata": {"threshold": 4}}]}),
+        ("ServiceMonitor", {"endpoints": [{"port": 8835}]}),
+    ],
+)
+def test_a_wrong_field_of_another_project_is_found(tmp_path, kind, change):
+    manifest = by_kind(manifests(tmp_path, EVERYTHING), kind)
+    check_against_model(manifest)
+    manifest["spec"] |= change
+    with pytest.raises((AssertionError, ValueError)):
+        check_against_model(manifest)
 
 
 def test_selectors_find_the_pods(rendered):
