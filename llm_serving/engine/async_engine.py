@@ -47,8 +47,8 @@ from llm_serving.request import (
     RequestOutput,
     SchedulingParams,
 )
-from llm_serving.sampling_params import SamplingParams
 from llm_serving.routing.router import Router
+from llm_serving.sampling_params import SamplingParams
 from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.speculation.setup import speculator_maker
 from llm_serving.telemetry.log import EventLog

@@ -138,6 +138,7 @@ def test_nodes_serve_the_pool_that_they_name_and_each_pool_goes_down_to_no_node(
                 long = threads.submit(ask_one, server, PROMPTS[0], 200)
                 wait_for(lambda: shown()[0] == ("used", 0))
                 assert long.result() == expected[200][0]
+            wait_for(lambda: len(server.events("request_end")) == 2)  # the log is written after the responses
             ends = [(event["prompt_tokens"] > LIMIT, event["replica"]) for event in server.events("request_end")]
             assert ends == [(False, 1), (True, 0)]
             wait_for(lambda: shown() == [("free", None)] * 2 and not any(node.agents() for node in nodes.values()))
