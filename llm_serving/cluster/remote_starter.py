@@ -32,7 +32,7 @@ class RemoteStarter:
     ) -> None:
         """``standby`` decides when nodes may be used. None means always. ``model`` returns the description of the
         model's files. ``tiles`` is the server's memory with the tiles of images, or None if the model reads no images.
-        ``prompt_pool`` is the replica's pool by prompt length, or empty without such pools.
+        ``prompt_pool`` is the replica's pool by prompt length, or empty if the config has no pools.
         """
         self._config = config
         self._replica = replica
@@ -47,8 +47,8 @@ class RemoteStarter:
         """Starts the agents on ``nodes_per_replica`` free nodes. Returns None if too few nodes are free, or if the
         standby wants no nodes now.
 
-        If a node names the pool of the replica, only such nodes are used, and they are used only while this pool needs
-        them. Otherwise, only nodes that name no pool are used, while any pool needs them.
+        If nodes name the pool of the replica, uses only these nodes, and only while this pool needs them. Otherwise,
+        uses only nodes that name no pool, while any pool needs them.
 
         Raises AgentStartError if the model's files cannot be read, or the agents could not be started.
         """

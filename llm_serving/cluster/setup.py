@@ -85,7 +85,7 @@ def standby_of(executors: Sequence[AgentExecutor]) -> Standby | None:
 
 
 def _prompt_pools(config: Config) -> list[str]:
-    """Returns the name of each replica's pool by prompt length, or empty names without such pools."""
+    """Returns the name of each replica's pool by prompt length, or empty names if the config has no pools."""
     from llm_serving.engine.schedulers import prompt_pools  # only now, because a node imports this package, too
 
     pools, num_replicas = prompt_pools(config), config.parallel_config.data_parallel

@@ -6,9 +6,9 @@ empty at the beginning. The program prints:
 1. the time of the cold start: the first load, which converts the weights and compiles the graph
 2. alternately, the time of a load after an unload, and of a wake after a sleep
 3. the memory (PSS) of all processes of the server before the first load, while the model serves, and while it sleeps
-4. reloads of the model's weights while clients stream answers: the number of failed requests (the goal is 0), the time
-   of a reload, and the time between tokens during the reloads over the time before them. The machine needs memory for
-   two versions of the model. ``--reload-clients 0`` leaves this part out.
+4. reloads of the model's weights while clients stream answers: the failed requests (the goal is 0), the time of a
+   reload, and the time between tokens during the reloads over the time before. The machine needs memory for two
+   versions of the model. ``--reload-clients 0`` leaves this part out.
 
     python performance/bench_models.py
     python performance/bench_models.py --config llama_tiny_cpu.yaml --rounds 5 --json FILE

@@ -248,8 +248,8 @@ def test_a_node_without_the_model_is_refused(make_node, make_executor, pool, tmp
 def test_each_node_is_compared_with_the_memory_that_it_reports(make_node, make_executor, pool, monkeypatch):
     small, large = make_node().address, make_node().address
 
-    def dial_small(address, key):
-        channel, welcome = dial(address, key)
+    def dial_small(address, key, pools):
+        channel, welcome = dial(address, key, pools)
         assert welcome.memory_bytes > 1 << 28
         assert welcome.cores > 0
         is_small = str(address) == small

@@ -1,14 +1,18 @@
-"""Tests the figures of reloads under load: which requests and which times between tokens count."""
+"""Tests the figures of reloads under load: which requests and times between tokens count, and a run with a server."""
 
 from __future__ import annotations
 
 from array import array
+from pathlib import Path
 
 import pytest
 
-from performance.bench.model_reload import ReloadFigures, gaps_ms
+from performance.bench import model_reload
+from performance.bench.model_reload import ReloadFigures, gaps_ms, measure_reloads
+from performance.load.server_process import configured_server
 from performance.load.stream import RequestRecord
 from performance.program import LoadTestError
+from support.time_limits import time_limit
 
 
 def record(sent: float, *pieces: float, failure: str | None = None) -> RequestRecord:
@@ -35,3 +39,19 @@ def test_failures_and_requests_in_flight_are_counted() -> None:
 def test_a_reload_without_requests_is_an_error() -> None:
     with pytest.raises(LoadTestError, match=r"are \[1, 0\]"):
         ReloadFigures.of(1, [record(0.0, 1.0, 2.0)], [], [(1.5, 3.0), (6.0, 7.0)])
+
+
+def test_a_reload_of_a_busy_server_fails_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_reload, "BEFORE_S", 1.0)
+    monkeypatch.setattr(model_reload, "PAUSE_S", 1.0)
+    with configured_server("reloads", "llama_tiny_cpu.yaml", [], tmp_path, time_limit(60.0)) as server:
+
+        def reload() -> bytes:
+            return server.post("/v1/models/llama_tiny/reload", {}, time_limit(60.0))
+
+        figures = measure_reloads(server, "llama_tiny", 3, 1, reload)
+    assert figures.failures == {}
+    assert 1 <= figures.in_flight[0] <= 3, "a client may be between two requests"
+    assert figures.requests > 3
+    assert figures.tbt_before_ms.count > 0
+    assert figures.tbt_during_ms.count > 0
