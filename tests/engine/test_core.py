@@ -13,6 +13,7 @@ from llm_serving.errors import ContextLengthError, QueueFullError
 from llm_serving.request import FinishReason
 from support.engine_harness import Engine, text_of
 from support.fakes import (
+    expected_samples,
     expected_tokens,
     make_request,
 )
@@ -23,14 +24,15 @@ def test_a_request_from_its_arrival_to_its_end() -> None:
     request = engine.request("a", 5, 4, logprobs=True)
     engine.finish()
     output = engine.whole("a")
-    tokens = expected_tokens(request, 64)
+    samples = expected_samples(request, 64)
+    tokens = [sample.token_id for sample in samples]
     assert output.token_ids == tuple(tokens)
     assert output.text == text_of(tokens)
     assert (output.num_prompt_tokens, output.num_output_tokens) == (5, 4)
     assert (output.finish_reason, output.stop_reason, output.error) == (FinishReason.LENGTH, None, None)
     assert [logits.token_id for logits in output.logits] == tokens
-    assert [logits.logsumexp for logits in output.logits] == [0.0, 1.0, 2.0, 3.0]
-    assert [logits.logprob for logits in output.logits] == [token - place for place, token in enumerate(tokens)]
+    assert [logits.logsumexp for logits in output.logits] == [sample.logsumexp for sample in samples]
+    assert [logits.logprob for logits in output.logits] == [sample.logit - sample.logsumexp for sample in samples]
     assert [len(piece.token_ids) for piece in engine.outputs("a")] == [1, 1, 1, 1]
     assert [piece.finished for piece in engine.outputs("a")] == [False, False, False, True]
 

@@ -247,6 +247,12 @@ BUGS = [
         "step.sample_positions[index] += sequence.num_inflight_drafts - 1",
     ),
     PlantedBug(
+        "a token behind a draft gets the log-probability of the token before it",
+        SCHEDULER + "lifecycle.py",
+        "update = RequestUpdate(request, token_id, index)",
+        "update = RequestUpdate(request, token_id, index - bool(updates and updates[-1].request is request))",
+    ),
+    PlantedBug(
         "a step is sent behind drafts that are not verified",
         SCHEDULER + "composer.py",
         "return is_in_prefill or bool(sequence.draft and sequence.request.num_inflight_tokens)",

@@ -1,4 +1,5 @@
-"""Tests drafts in the scheduler. Drafts never change a token, whatever else happens to their requests."""
+"""Tests drafts in the scheduler. Drafts change no token and no log-probability, whatever else happens to their requests.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ SCRIPTS_PER_PART = 50
 def play_with_drafts(seeds: range) -> Counter[str]:
     """Runs the scripts of these seeds with drafts. Returns the events that occurred.
 
-    Each run checks that the tokens of every request are those of the request alone without drafts.
+    Each run checks that the tokens and the bits of the log-probabilities of every request are those of the request
+    alone without drafts.
     """
     seen: Counter[str] = Counter()
     for seed in seeds:
@@ -31,7 +33,7 @@ def play_with_drafts(seeds: range) -> Counter[str]:
 
 
 @pytest.mark.parametrize("part", with_sweeps([(part,) for part in range(200)], lambda part: part >= 1))
-def test_drafts_change_no_token_in_any_script(part: int) -> None:
+def test_drafts_change_no_token_and_no_log_probability_in_any_script(part: int) -> None:
     """Together the parts run 10,000 scripts, with preemptions, swaps, chunks, cached prefixes and losses of agents."""
     seen = play_with_drafts(range(50_000 + part * SCRIPTS_PER_PART, 50_000 + (part + 1) * SCRIPTS_PER_PART))
     for event in ("drafts", "tokens of drafts", "preemptions", "agents lost", "cached starts", "chunks", "swaps"):

@@ -1,8 +1,9 @@
 """A fake device that runs steps over a cache of token ids.
 
 The fake model's next token is a hash of all tokens of the sequence, *as read through its block table*. A block that is
-allocated twice, freed too early or mapped wrongly always changes the text. ``expected_tokens`` computes the same text
-from the tokens alone, one request after the other.
+allocated twice, freed too early or mapped wrongly always changes the text. The logit and the logsumexp of the token are
+further hashes. So a log-probability also shows from which tokens it comes. ``expected_samples`` computes the same text
+and numbers from the tokens alone, one request after the other.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from llm_serving.ipc.drafts import REJECTED, rejected_entries
 from llm_serving.ipc.shm import LAST_TOKEN, NOT_FINITE
@@ -24,25 +26,50 @@ VOCABULARY = 53
 END_TOKEN = 1
 
 
-def next_token(tokens: Sequence[int], num_prompt_tokens: int, sampling: SamplingParams) -> int:
-    """Returns the token that the fake model generates after ``tokens``."""
+class Sample(NamedTuple):
+    """A token, and the numbers from which its log-probability is computed."""
+
+    token_id: int
+    logit: float
+    logsumexp: float
+
+
+def _sample(key: Sequence[object]) -> Sample:
+    """Returns what the fake model samples. ``key`` has everything on which the model depends."""
+    value = hash(tuple(key))
+    logit, logsumexp = (float(hash((value, number)) & 0xFFFFFF) for number in (1, 2))  # float32 has them exactly
+    return Sample(value % VOCABULARY, logit, logsumexp)
+
+
+def next_sample(tokens: Sequence[int], num_prompt_tokens: int, sampling: SamplingParams) -> Sample:
+    """Returns what the fake model samples after ``tokens``."""
     key: list[object] = [tuple(tokens), sampling.seed, len(tokens) - num_prompt_tokens]
     if sampling.has_penalties:
         key.append((tuple(tokens), num_prompt_tokens))
-    return hash(tuple(key)) % VOCABULARY
+    return _sample(key)
+
+
+def next_token(tokens: Sequence[int], num_prompt_tokens: int, sampling: SamplingParams) -> int:
+    """Returns the token that the fake model generates after ``tokens``."""
+    return next_sample(tokens, num_prompt_tokens, sampling).token_id
+
+
+def expected_samples(request: Request, max_model_len: int) -> list[Sample]:
+    """Returns the output of a request that runs without other requests, with the numbers of its log-probabilities."""
+    prompt, sampling = list(request.prompt_token_ids), request.sampling
+    limit = min(sampling.max_tokens, max_model_len - len(prompt))
+    text, samples = list(prompt), list[Sample]()
+    while len(samples) < limit:
+        samples.append(next_sample(text, len(prompt), sampling))
+        text.append(token := samples[-1].token_id)
+        if (token in request.end_token_ids and not sampling.ignore_eos) or token in sampling.stop_token_ids:
+            break
+    return samples
 
 
 def expected_tokens(request: Request, max_model_len: int) -> list[int]:
     """Returns the output of a request that runs without other requests."""
-    prompt, sampling = list(request.prompt_token_ids), request.sampling
-    limit = min(sampling.max_tokens, max_model_len - len(prompt))
-    output: list[int] = []
-    while len(output) < limit:
-        token = next_token(prompt + output, len(prompt), sampling)
-        output.append(token)
-        if (token in request.end_token_ids and not sampling.ignore_eos) or token in sampling.stop_token_ids:
-            break
-    return output
+    return [sample.token_id for sample in expected_samples(request, max_model_len)]
 
 
 @dataclass
@@ -248,12 +275,13 @@ class FakeDevice:
             offset += query_len
             is_draft = index > 0 and slot.rows[index] == slot.rows[index - 1]
             drafts = [*drafts, *tokens] if is_draft else []
-            token = self._run_sequence(slot, index, tokens, histories.get(index), drafts)
+            sample = self._run_sequence(slot, index, tokens, histories.get(index), drafts)
+            token = sample.token_id
             if slot.samplings[index].seed == BROKEN_SEED and slot.sample_positions[index] >= 2 and token >= 0:
                 token = NOT_FINITE
             result.sampled_ids.append(token)
-            result.logits.append(float(token))
-            result.logsumexps.append(float(slot.sample_positions[index]))
+            result.logits.append(sample.logit)
+            result.logsumexps.append(sample.logsumexp)
         self._keep_tokens(slot, result.sampled_ids)
         if any(sampling.top_logits for sampling in slot.samplings):
             result.tops = [
@@ -293,8 +321,8 @@ class FakeDevice:
 
     def _run_sequence(
         self, slot: _Slot, index: int, tokens: list[int], history: History | None, drafts: list[int]
-    ) -> int:
-        """Returns the token that a sequence samples. ``drafts`` are its drafts up to this entry of the step."""
+    ) -> Sample:
+        """Returns what a sequence samples. ``drafts`` are its drafts up to this entry of the step."""
         start, table, size = slot.starts[index], slot.block_tables[index], self.limits.block_size
         if slot.restarts[index]:
             self.rows[slot.rows[index]] = _Row()
@@ -305,7 +333,7 @@ class FakeDevice:
         if self.snapshots:
             self._compute_state(slot, index, row, tokens)
         if not slot.do_sample[index]:
-            return -1
+            return Sample(-1, 0.0, 0.0)
         context = [self.cache[table[p // size] * size + p % size] for p in range(start + len(tokens))]
         if self.snapshots and row.state != context:
             context = self._memory(len(context))[: len(context)]
@@ -317,7 +345,7 @@ class FakeDevice:
             assert row.history is not None
             key.append(((*row.history, *drafts), row.num_prompt_tokens))
         assert len(context) - num_prompt_tokens == slot.sample_positions[index]
-        return hash(tuple(key)) % VOCABULARY
+        return _sample(key)
 
     def _compute_state(self, slot: _Slot, index: int, row: _Row, tokens: list[int]) -> None:
         """Appends the tokens of a sequence to the state of its batch row, and saves the states that the step demands.

@@ -17,7 +17,7 @@ from llm_serving.request import FinishReason, Request, RequestOutput, RequestTim
 from llm_serving.sampling_params import SamplingParams
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import ScheduledStep, StepResult
-from support.fake_device import END_TOKEN, VOCABULARY, FakeDevice, expected_tokens, next_token
+from support.fake_device import END_TOKEN, VOCABULARY, FakeDevice, expected_samples, expected_tokens, next_token
 
 __all__ = [
     "END_TOKEN",
@@ -27,6 +27,7 @@ __all__ = [
     "FakeExecutor",
     "RecordingLog",
     "RecordingMetrics",
+    "expected_samples",
     "expected_tokens",
     "make_limits",
     "make_request",

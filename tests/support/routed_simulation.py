@@ -213,7 +213,7 @@ class RoutedSimulation(SimulatedClients):
     def update(self, replica: FakeReplica, result: StepResult) -> list[RequestUpdate]:
         updates = replica.scheduler.update(result, self.now)
         replica.device.answered(result.seq)
-        self.take(updates)
+        self.take(updates, result)
         self.check()
         return updates
 

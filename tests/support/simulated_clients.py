@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from typing import Any
 
 from llm_serving.errors import AgentLostTwiceError
 from llm_serving.request import FinishReason, Request
-from llm_serving.scheduler.output import RequestUpdate
+from llm_serving.scheduler.output import RequestUpdate, StepResult
 from llm_serving.telemetry.receipt import microseconds
-from support.fakes import expected_tokens
+from support.fakes import expected_samples
 
 __all__ = ["SimulatedClients"]
 
@@ -22,6 +23,8 @@ class SimulatedClients:
         self.now = 0.0
         self.requests: dict[str, Request] = {}
         self.streams: dict[str, list[int]] = {}
+        self.log_probabilities: dict[str, list[bytes]] = {}
+        """The bits of the logit and the logsumexp of each token that a request received."""
         self.ended: dict[str, FinishReason] = {}
         self.cut: set[str] = set()
         """Requests that ended before their last token, for example because their client aborted them."""
@@ -33,6 +36,7 @@ class SimulatedClients:
             self.scheduler.add_request(request)
             self.requests[request.request_id] = request
             self.streams[request.request_id] = []
+            self.log_probabilities[request.request_id] = []
 
     def end(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """Ends a request on behalf of its client."""
@@ -69,12 +73,16 @@ class SimulatedClients:
             self.cut.add(update.request.request_id)
         self.take(updates)
 
-    def take(self, updates: list[RequestUpdate]) -> None:
+    def take(self, updates: list[RequestUpdate], result: StepResult | None = None) -> None:
+        """Takes updates. If they have tokens, ``result`` is the result that has their log-probabilities."""
         for update in updates:
             request = update.request
             assert request.request_id not in self.ended, "an update after the last one"
             if update.token_id is not None:
+                assert result is not None, "only results have tokens"
                 self.streams[request.request_id].append(update.token_id)
+                bits = _bits(result.logits[update.index], result.logsumexps[update.index])
+                self.log_probabilities[request.request_id].append(bits)
             if request.is_finished and not update.num_later:
                 assert request.finish_reason is not None
                 self.ended[request.request_id] = request.finish_reason
@@ -93,11 +101,17 @@ class SimulatedClients:
         self.scheduler.check_integrity()
 
     def check_texts(self, max_model_len: int) -> None:
-        """Checks that every request ended with the text that it has when it runs alone."""
+        """Checks that every request ended with the text and the log-probabilities that it has when it runs alone."""
         assert self.ended.keys() == self.requests.keys()
         for name, request in self.requests.items():
-            expected = expected_tokens(request, max_model_len)
+            expected = expected_samples(request, max_model_len)
             if name in self.cut:
                 expected = expected[: len(self.streams[name])]
-            assert self.streams[name] == expected, name
+            assert self.streams[name] == [sample.token_id for sample in expected], name
             assert self.streams[name] == request.output_token_ids
+            expected_bits = [_bits(sample.logit, sample.logsumexp) for sample in expected]
+            assert self.log_probabilities[name] == expected_bits, f"log-probabilities of {name}"
+
+
+def _bits(logit: float, logsumexp: float) -> bytes:
+    return struct.pack("<2d", logit, logsumexp)

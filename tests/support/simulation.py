@@ -143,7 +143,7 @@ class Simulation(SimulatedClients):
         self.device.answered(result.seq)
         del self._unanswered[result.seq]
         self._idle_until = None
-        self.take(updates)
+        self.take(updates, result)
         self.check()
         return updates
 
@@ -212,8 +212,8 @@ class Simulation(SimulatedClients):
         self.take_ended()
         self.check()
 
-    def take(self, updates: list[RequestUpdate]) -> None:
-        super().take(updates)
+    def take(self, updates: list[RequestUpdate], result: StepResult | None = None) -> None:
+        super().take(updates, result)
         for update in updates:
             if update.token_id is not None:
                 self._queue_watch.got_token(update.request)
