@@ -130,6 +130,11 @@ class ForkableConstraint(Constraint, Protocol):
         """
 
 
+def forked(constraint: Constraint | None) -> ForkableConstraint | None:
+    """Returns a copy of a constraint that advances independently, or None if there is none or it cannot be copied."""
+    return constraint.fork() if isinstance(constraint, ForkableConstraint) else None
+
+
 class TileHold(Protocol):
     """Holds the places of a request's tiles in the shared memory of images."""
 

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
+from copy import copy
 
 import numpy as np
 import numpy.typing as npt
 
 from llm_serving.parsing.thinking import ThinkingWatch
-from llm_serving.request import Constraint
+from llm_serving.request import Constraint, ForkableConstraint, forked
 
 _EVERY_WORD = np.uint32(0xFFFFFFFF)
 
@@ -20,7 +21,8 @@ class ThinkingBudget:
     """A constraint that forces the marker at the end of the reasoning when the reasoning has ``budget`` tokens.
 
     Before and after the marker, it allows every token, or only the tokens that ``inner`` (a grammar) allows. The marker
-    must not begin within a character, so the reasoning may be up to three tokens longer than ``budget``.
+    must not begin within a character, so the reasoning may be up to three tokens longer than ``budget``. Implements
+    ``llm_serving.request.ForkableConstraint``.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class ThinkingBudget:
         self._end = list(end_token_ids)
         self._token_bytes = token_bytes
         self._inner = inner
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = _new_decoder()
         self._forced: list[int] = []
         self._force()
 
@@ -51,6 +53,26 @@ class ThinkingBudget:
         if self._forced and token_id == self._forced[0]:
             self._forced = self._forced[1:]
         self._force()
+
+    @property
+    def has_failed(self) -> bool:
+        return isinstance(self._inner, ForkableConstraint) and self._inner.has_failed
+
+    def fork(self) -> ThinkingBudget | None:
+        inner = forked(self._inner)
+        if inner is None and self._inner is not None:
+            return None
+        fork = copy(self)
+        fork._inner, fork._watch, fork._decoder = inner, copy(self._watch), _new_decoder()
+        fork._decoder.setstate(self._decoder.getstate())
+        return fork
+
+    def forced_tokens(self) -> list[int]:
+        if self._forced:
+            return list(self._forced)
+        forced = self._inner.forced_tokens() if isinstance(self._inner, ForkableConstraint) else []
+        # The budget may end the reasoning before the grammar's next tokens.
+        return forced[: max(0, self._budget - self._watch.num_tokens)] if self._watch.is_thinking else forced
 
     def mask(self) -> npt.NDArray[np.uint32]:
         if self._forced:
@@ -66,3 +88,7 @@ class ThinkingBudget:
             self._forced = []
         elif not self._forced and self._watch.num_tokens >= self._budget and not is_within_character:
             self._forced = list(self._end)
+
+
+def _new_decoder() -> codecs.IncrementalDecoder:
+    return codecs.getincrementaldecoder("utf-8")("replace")

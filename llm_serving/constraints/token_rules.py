@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from llm_serving.request import Constraint, ConstraintError, ForkableConstraint
+from llm_serving.request import Constraint, ConstraintError, ForkableConstraint, forked
 
 Mask = npt.NDArray[np.uint32]
 
@@ -109,11 +109,9 @@ class RuledTokens:
         return self._has_failed or (isinstance(self._inner, ForkableConstraint) and self._inner.has_failed)
 
     def fork(self) -> RuledTokens | None:
-        inner: Constraint | None = None
-        if self._inner is not None:
-            inner = self._inner.fork() if isinstance(self._inner, ForkableConstraint) else None
-            if inner is None:
-                return None
+        inner = forked(self._inner)
+        if inner is None and self._inner is not None:
+            return None
         fork = RuledTokens(self._rules, inner)
         fork._num_tokens, fork._tokens, fork._has_failed = self._num_tokens, self._tokens, self._has_failed
         return fork

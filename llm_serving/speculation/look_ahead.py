@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from llm_serving.request import Constraint, ConstraintError, ForkableConstraint
+from llm_serving.request import Constraint, ConstraintError, forked
 
 Mask = npt.NDArray[np.uint32]
 
@@ -23,7 +23,7 @@ def allowed_drafts(constraint: Constraint, draft: Sequence[int]) -> tuple[list[i
     The first mask is for the sequence's next token. Each further mask is for the token after one of the returned
     drafts. Returns no drafts and no masks if the constraint cannot look ahead. The constraint stays unchanged.
     """
-    fork = constraint.fork() if isinstance(constraint, ForkableConstraint) else None
+    fork = forked(constraint)
     if fork is None:
         return [], []
     allowed: list[int] = []
