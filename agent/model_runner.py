@@ -129,7 +129,7 @@ class ModelRunner:
         vocab_size = config.shape.vocab_size
         processors = load_processors(config.model_config.logits_processors or (), vocab_size)
         return Sampler(
-            config.max_num_seqs, config.max_model_len, vocab_size, lambda seq: self.wait_for_masks(seq), processors
+            config.max_step_seqs, config.max_model_len, vocab_size, lambda seq: self.wait_for_masks(seq), processors
         )
 
     def load(self) -> None:

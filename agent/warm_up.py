@@ -19,6 +19,7 @@ def largest_steps(config: Config) -> dict[str, tuple[list[int], list[int]]]:
     """Returns, for each kind of step, the query lengths and context lengths of the largest step.
 
     The kinds are whole prompts, chunks of prompts with the longest context, and decode steps with the longest contexts.
+    If a decode step may have more input tokens than batch rows, the last sequence has drafts.
     A mixed step needs no kind of its own. It has at most the tokens of the largest step with chunks, and at most the
     sequences of the largest decode step.
 
@@ -27,12 +28,11 @@ def largest_steps(config: Config) -> dict[str, tuple[list[int], list[int]]]:
     """
     longest = config.max_model_len
     prompts = _prompt_lens(config.max_num_batched_tokens, config.max_prefill_seqs, longest)
-    seqs = config.max_decode_seqs
     whole = {} if config.op_table == "fused" else {"prefill": (prompts, prompts)}
     return {
         **whole,
         "chunked prefill": (prompts, [longest] * len(prompts)),
-        "decode": ([1] * seqs, [longest] * seqs),
+        "decode": _decode_lens(config, config.max_decode_entries),
     }
 
 
@@ -42,7 +42,15 @@ def captured_steps(config: Config) -> list[tuple[list[int], list[int]]]:
     Each size occurs twice, because MindSpore captures a step only if the previous step had the same shapes.
     """
     sizes = reversed(config.captured_batch_sizes)
-    return [([1] * size, [config.max_model_len] * size) for size in sizes for _ in range(2)]
+    return [_decode_lens(config, size) for size in sizes for _ in range(2)]
+
+
+def _decode_lens(config: Config, size: int) -> tuple[list[int], list[int]]:
+    """Returns the query lengths and context lengths of a decode step with ``size`` input tokens and the longest
+    contexts. The input tokens without a batch row of their own are drafts of the last sequence.
+    """
+    num_drafts, longest = max(0, size - config.max_num_seqs), config.max_model_len
+    return [1] * size, [longest] * (size - num_drafts - 1) + list(range(longest - num_drafts, longest + 1))
 
 
 def _prompt_lens(tokens: int, max_seqs: int, longest: int) -> list[int]:
@@ -54,7 +62,10 @@ def _prompt_lens(tokens: int, max_seqs: int, longest: int) -> list[int]:
 
 
 def make_step(config: Config, query_lens: Sequence[int], context_lens: Sequence[int]) -> StepSlot:
-    """Makes a step with these lengths, in a slot with its own memory. Every token id is 0 and sampling is greedy."""
+    """Makes a step with these lengths, in a slot with its own memory. Every token id is 0 and sampling is greedy.
+
+    If there are more lengths than batch rows, the last ones belong to drafts of the last batch row.
+    """
     layout = SlotLayout.of(config.slot_limits())
     slot = StepSlot(layout, bytearray(layout.slot_bytes))
     tokens, seqs, width = sum(query_lens), len(query_lens), config.max_blocks_per_seq
@@ -64,12 +75,13 @@ def make_step(config: Config, query_lens: Sequence[int], context_lens: Sequence[
     slot.slot_mapping[:tokens] = PADDING_SLOT
     slot.query_lens[:seqs] = query_lens
     slot.context_lens[:seqs] = context_lens
-    slot.rows[:seqs] = np.arange(seqs)
+    slot.rows[:seqs] = np.minimum(np.arange(seqs), config.max_num_seqs - 1)
     slot.do_sample[:seqs] = 1
     slot.adapters[:] = NO_ADAPTER
     for each in SAMPLER_PARAMETERS:
         slot.arrays[each.name][:seqs] = 0 if each.name == "temperature" else each.default
-    slot.write_header(0, num_tokens=tokens, num_seqs=seqs, table_width=width, history_len=0)
+    num_drafts = max(0, seqs - config.max_num_seqs)
+    slot.write_header(0, num_tokens=tokens, num_seqs=seqs, table_width=width, history_len=0, num_drafts=num_drafts)
     return slot
 
 

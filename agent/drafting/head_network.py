@@ -33,7 +33,7 @@ class HeadNetwork(DraftNetwork):
     """
 
     def __init__(self, config: Config, head: Head) -> None:
-        """``config`` is the config of the head, as ``Config.draft_config()`` returns it."""
+        """``config`` is the config of the head, as ``draft_config`` returns it."""
         super().__init__(config)
         self._head = head
         of_tokens = replace(config, shape=replace(config.shape, vocab_size=head.vocab_size))

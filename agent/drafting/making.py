@@ -7,6 +7,7 @@ from agent.drafting.head_drafter import HeadDrafter
 from agent.drafting.head_network import HeadNetwork
 from agent.drafting.network import DraftNetwork
 from llm_serving.config import Config
+from llm_serving.config.draft_config import draft_config
 from llm_serving.model.parallel import answers
 
 
@@ -17,7 +18,7 @@ def make_drafter(config: Config, rank: int) -> Drafter | None:
     """
     if config.draft is None or not answers(rank, config.parallel_config):
         return None
-    own = config.draft_config()
+    own = draft_config(config)
     if config.draft.head is None:
         return Drafter(config, DraftNetwork(own))
     return HeadDrafter(config, HeadNetwork(own, config.draft.head))

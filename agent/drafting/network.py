@@ -32,7 +32,7 @@ class DraftNetwork:
     """
 
     def __init__(self, config: Config) -> None:
-        """``config`` is the config of the draft model, as ``Config.draft_config()`` returns it."""
+        """``config`` is the config of the draft model, as ``draft_config`` returns it."""
         self.config = config
         self._part = ModelPart.of(config)
         self._reader = StepReader(config, config.max_num_seqs)

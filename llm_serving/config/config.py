@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from llm_serving.config.batch_section import BatchConfig
@@ -282,6 +282,31 @@ class Config:
         return min(max(self.model_config.decode_batch_size), self.max_num_seqs)
 
     @property
+    def max_drafts(self) -> int:
+        """Maximum number of drafts of a sequence in a decode step. 0 without speculative decoding.
+
+        With pipeline parallelism, there are no drafts: to keep all stages busy, a step is sent before the result of the
+        previous step is known. But drafts depend on that result. Embedding models generate no tokens.
+        """
+        section, stages = self.speculative_config, self.parallel_config.pipeline_parallel
+        if section.method == "off" or self.pooling is not None or stages > 1:
+            return 0
+        return min(section.max_draft_tokens, self.max_num_batched_tokens - 1, self.max_model_len - 1)
+
+    @property
+    def max_decode_entries(self) -> int:
+        """Maximum number of input tokens of a decode step: its sequences and their drafts.
+
+        Even if a decode step has only one sequence (``decode_batch_size: [1]``), all drafts of a sequence fit into it.
+        """
+        return max(self.max_decode_seqs, 1 + self.max_drafts)
+
+    @property
+    def max_step_seqs(self) -> int:
+        """Maximum number of sequences of any step. In a decode step, each draft counts as one more sequence."""
+        return max(self.max_num_seqs, self.max_decode_entries)
+
+    @property
     def max_num_batched_tokens(self) -> int:
         """Maximum number of tokens in a step.
 
@@ -313,8 +338,8 @@ class Config:
         """Batch sizes of the decode steps that an Ascend records and replays, ascending. Empty if it records none."""
         if not self.model_config.capture_launches:
             return ()
-        smaller = {size for size in self.model_config.decode_batch_size if size < self.max_decode_seqs}
-        return (*sorted(smaller), self.max_decode_seqs)
+        sizes = {min(size, self.max_decode_seqs) for size in self.model_config.decode_batch_size}
+        return tuple(sorted(sizes | {self.max_decode_entries}))
 
     @property
     def row_check_interval(self) -> int:
@@ -364,9 +389,7 @@ class Config:
 
         With the log, the agent undoes the changes of rejected drafts. 0 without linear attention or drafts.
         """
-        if self.shape.delta is None or self.speculative_config.method == "off" or self.pooling is not None:
-            return 0
-        return min(self.speculative_config.max_draft_tokens, self.max_decode_seqs - 1)
+        return 0 if self.shape.delta is None else self.max_drafts
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -380,7 +403,7 @@ class Config:
         vision, processing = self.shape.vision, self.processing
         return SlotLimits(
             max_tokens=self.max_num_batched_tokens,
-            max_seqs=self.max_num_seqs,
+            max_seqs=self.max_step_seqs,
             max_blocks_per_seq=self.max_blocks_per_seq,
             max_context=self.max_model_len,
             mask_words=self._mask_words,
@@ -442,39 +465,6 @@ class Config:
         Drafts that do not fit the last block of their sequence use these blocks until they are verified.
         """
         return -(-self.max_draft_ids // self.pa_config.block_size)
-
-    def draft_config(self) -> Config:
-        """Returns a config of the draft model, as if the draft model were deployed alone.
-
-        The draft model's KV cache has as many blocks as the model's cache, with the same numbers. The scratch blocks of
-        all batch rows follow.
-        """
-        draft, cache = self.draft, self.pa_config
-        assert draft is not None, "only a config with a draft model has its config"
-        scratch = self.scratch_blocks_per_seq * self.max_num_seqs
-        model = replace(
-            self.model_config,
-            model_name=f"{self.model_config.model_name}-draft",
-            model_path=draft.path,
-            model_cfg_path=None,
-            vocab_size=draft.shape.vocab_size,
-            end_token=None,
-            pad_token_id=None,
-            logits_processors=None,
-        )
-        return replace(
-            self,
-            model_config=model,
-            shape=draft.shape,
-            parallel_config=ParallelConfig(),
-            pa_config=replace(cache, num_blocks=cache.num_blocks + scratch, num_host_blocks=self.num_host_blocks),
-            serving_config=replace(self.serving_config, structured_outputs=False),
-            speculative_config=SpeculativeConfig("off"),
-            lora_config=LoraConfig(),
-            stored_weight_format=draft.stored_weight_format,
-            stored_weight_group=draft.stored_weight_group,
-            draft=None,
-        )
 
     @property
     def _mask_words(self) -> int:

@@ -245,7 +245,11 @@ class SpeculativeConfig:
         "slower. For tests and measurements.",
     )
     max_draft_tokens: int = own(
-        7, "Maximum number of drafts of a sequence in a decode step.", unit="tokens", low=1, high=63
+        7,
+        "Maximum number of drafts of a sequence in a decode step. A step of a single sequence always has space for them.",
+        unit="tokens",
+        low=1,
+        high=63,
     )
 
 

@@ -7,6 +7,7 @@ import re
 from typing import NoReturn
 
 from llm_serving.config.config import Config
+from llm_serving.config.draft_config import draft_config
 from llm_serving.config.model_section import ModelConfig
 from llm_serving.config.sections import PagedAttentionConfig
 from llm_serving.config.source import RawConfig
@@ -296,7 +297,7 @@ def note_short_drafts(raw: RawConfig, config: Config) -> tuple[str, ...]:
     """Returns a note for the log if the draft model has shorter contexts than the server."""
     if config.draft is None or config.draft.head is not None:
         return ()
-    longest = config.draft_config().max_model_len
+    longest = draft_config(config).max_model_len
     if longest >= config.max_model_len:
         return ()
     problem = f"has contexts of {longest} tokens; longer sequences get no drafts of the draft model"

@@ -18,6 +18,7 @@ def scheduler_limits(config: Config) -> SchedulerLimits:
         max_num_batched_tokens=config.max_num_batched_tokens,
         prefill_batch_size=config.max_prefill_seqs,
         decode_batch_size=config.max_decode_seqs,
+        max_decode_entries=config.max_decode_entries,
         policy=Policy(scheduler.policy),
         decode_steps_ahead=scheduler.decode_steps_ahead,
         chunk_tokens=scheduler.chunk_tokens,

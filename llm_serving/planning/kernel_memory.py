@@ -120,7 +120,7 @@ def kernel_items(config: Config, rank: int, num_cores: int) -> tuple[MemoryItem,
     scratch = MemoryItem(KERNEL_SCRATCH, _scratch_bytes(config, shape, threads), basis)
     if config.op_table == "native":
         tokens = most_replayed_tokens(
-            config.max_num_batched_tokens, config.max_num_seqs, attends_by_token=shape.sinks
+            config.max_num_batched_tokens, config.max_step_seqs, attends_by_token=shape.sinks
         )
         recorded = f"a step of up to {tokens} tokens, {shape.num_layers} layers, at most"
         return scratch, MemoryItem(REPLAYS, _native_replay_bytes(config, shape, tokens), recorded)
@@ -155,7 +155,7 @@ def _native_replay_bytes(config: Config, shape: ModelShape, tokens: int) -> int:
     copied = copied_cache_bytes(config, shape)  # a replay copies no cache, unlike MindSpore's graph
     step = (activation_bytes(config, shape) - copied) * tokens // config.max_num_batched_tokens
     mask = 0 if shape.sinks else tokens * config.max_model_len * MASK_BYTES  # with sinks, the activations include it
-    logits = config.max_num_seqs * shape.vocab_size * config.dtype_bytes
+    logits = config.max_step_seqs * shape.vocab_size * config.dtype_bytes
     layer = RECORDED_LAYER_BYTES * (1 if shape.experts is None else 2)
     gathered = gathered_bytes(config, shape) if config.gathers_blocks else 0
     layers = RECORDED_GRAPHS * (1 + shape.num_layers) * (layer + (RECORDED_CACHE_BYTES if gathered else 0))
@@ -173,7 +173,7 @@ def _scratch_bytes(config: Config, shape: ModelShape, num_threads: int) -> int:
         + _split_context_bytes(config, shape, num_threads)
         + _laid_out_bytes(config, shape)
         + _latent_bytes(config, shape)
-        + min(num_threads, config.max_num_seqs) * SAMPLER_BYTES * config.shape.vocab_size
+        + min(num_threads, config.max_step_seqs) * SAMPLER_BYTES * config.shape.vocab_size
     )
     return wanted + wanted // 4 + num_threads * SLOTS * PAGE_BYTES
 
@@ -275,7 +275,7 @@ def _padded_head(shape: ModelShape) -> int:
 def _split_context_bytes(config: Config, shape: ModelShape, num_threads: int) -> int:
     rows = min(8 * TASK_ROWS * num_threads, config.max_num_batched_tokens * shape.num_attention_heads)
     partitions = -(-config.max_model_len // PARTITION_TOKENS)
-    tasks = 80 * (config.max_num_seqs * shape.num_key_value_heads + rows)
+    tasks = 80 * (config.max_step_seqs * shape.num_key_value_heads + rows)
     return rows * partitions * (_padded_head(shape) + 16) * FLOAT32_BYTES + tasks
 
 

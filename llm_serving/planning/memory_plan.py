@@ -55,6 +55,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from llm_serving.config import Config
+from llm_serving.config.draft_config import draft_config
 from llm_serving.config.draft_model import EAGLE, DraftModel
 from llm_serving.errors import MemoryPlanError
 from llm_serving.model.parallel import answers
@@ -304,7 +305,7 @@ def _draft_items(config: Config, rank: int, machine: Machine) -> tuple[MemoryIte
     """
     if config.draft is None:
         return ()
-    own = config.draft_config()
+    own = draft_config(config)
     model = replace(own.model_config, cpu_threads=config.agent_threads(machine.num_cores))
     own = replace(own, model_config=model)
     parts = {item.name: item for item in (*device_items(own, 0), *kernel_items(own, 0, machine.num_cores))}

@@ -89,7 +89,7 @@ def device_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
     The sizes are those of the rank's part of the model. The explanation in ``basis`` describes the whole model.
     """
     part, shape, cache = _Part.of(config, rank), config.shape, config.pa_config
-    tokens, seqs, longest = config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len
+    tokens, seqs, longest = config.max_num_batched_tokens, config.max_step_seqs, config.max_model_len
     rotary = rotary_positions(config)
     kv_bytes = config.kv_bytes_of(part.shape) * cache.block_size * cache.num_blocks
     per_token = format_bytes(config.kv_bytes_per_token)
@@ -389,10 +389,10 @@ def _logit_bytes(config: Config, part: _Part) -> int:
         if agents > 1 and config.device == "Ascend":
             sampling = max(sampling, agents * JOINED_BYTES)
         gathered = config.shape.vocab_size * config.dtype_bytes if agents > 1 else 0
-        return config.max_num_seqs * (columns * config.dtype_bytes + sampling + gathered)
+        return config.max_step_seqs * (columns * config.dtype_bytes + sampling + gathered)
     copies = 0 if config.dtype_bytes == FLOAT32_BYTES else config.dtype_bytes
     width = config.shape.vocab_size if part.answers else len(part.shard.vocab)
-    return config.max_num_seqs * width * (FLOAT32_BYTES + copies)
+    return config.max_step_seqs * width * (FLOAT32_BYTES + copies)
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -26,7 +26,8 @@ def with_drafts(state: SchedulerState, sequences: list[Sequence]) -> list[Sequen
     for its next token. No sequence is preempted for a draft.
     """
     limits, running, kv_cache = state.limits, state.running, state.kv_cache
-    num_free = min(limits.decode_batch_size, limits.max_num_seqs, limits.max_num_batched_tokens) - len(sequences)
+    most_entries = limits.max_decode_entries or limits.decode_batch_size
+    num_free = min(most_entries, limits.max_num_batched_tokens) - len(sequences)
     entries: list[Sequence] = []
     for sequence in sequences:
         entries.append(sequence)

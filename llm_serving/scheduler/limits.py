@@ -75,6 +75,8 @@ class SchedulerLimits:
     """Maximum number of tokens in a step."""
     prefill_batch_size: int
     decode_batch_size: int
+    max_decode_entries: int | None = None
+    """Maximum number of input tokens of a decode step: its sequences and drafts. None: ``decode_batch_size``."""
     policy: Policy = Policy.PREFILL_FIRST
     decode_steps_ahead: int = 1
     """Number of decode steps that may wait at the agent while another decode step runs."""
@@ -107,8 +109,7 @@ class SchedulerLimits:
     preemption: PreemptionKind = PreemptionKind.RECOMPUTE
     admission: AdmissionKind = AdmissionKind.NONE
     max_total_tokens: int | None = None
-    """Maximum number of tokens that ``admission`` lets all running sequences hold. None: as many as the KV cache
-    has."""
+    """Maximum number of tokens that ``admission`` lets all running sequences hold. None: those of the KV cache."""
     predict_output_length: bool = False
     """True if ``admission`` expects outputs as long as recent ones. False if it expects the maximum length."""
     fairness: bool = True
@@ -155,8 +156,7 @@ class SchedulerLimits:
     @property
     def max_batch_size(self) -> int:
         """Maximum number of requests in a static or dynamic batch."""
-        wanted = self.decode_batch_size if self.batch_size is None else self.batch_size
-        return min(wanted, self.max_num_seqs)
+        return min(self.batch_size or self.decode_batch_size, self.max_num_seqs)
 
     @property
     def max_moves(self) -> int:

@@ -18,23 +18,18 @@ The arguments are the number of the replica, and a function that stores the mask
 
 
 def speculator_maker(config: Config) -> MakeSpeculator | None:
-    """Returns the function that creates a replica's speculator, or None if speculation is off.
-
-    With ``auto``, speculation is off for embedding models, which generate no tokens, and with pipeline parallelism. To
-    keep all stages of a pipeline busy, a step is sent before the result of the previous step is known. But drafts
-    depend on that result.
+    """Returns the function that creates a replica's speculator, or None if speculation is off (``Config.max_drafts``).
 
     Replicas with the role ``prefill`` do not use the draft model or the head, because their sequences leave after the
     prompt.
     """
-    section = config.speculative_config
-    if section.method == "off" or config.pooling is not None or config.parallel_config.pipeline_parallel > 1:
+    section, max_drafts, max_entries = config.speculative_config, config.max_drafts, config.max_decode_entries
+    if not max_drafts:
         return None
-    max_entries = min(config.max_decode_seqs, config.max_num_batched_tokens)
     always, roles = section.method == "suffix" or section.always, config.parallel_config.replica_roles
 
     def make(replica: int, prepare: Callable[[Request, list[Mask]], None]) -> Speculator:
         has_model = config.draft is not None and roles[replica] != PREFILL
-        return Speculator(section.max_draft_tokens, max_entries, prepare, always=always, has_model=has_model)
+        return Speculator(max_drafts, max_entries, prepare, always=always, has_model=has_model)
 
     return make

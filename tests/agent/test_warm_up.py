@@ -38,6 +38,22 @@ def test_largest_steps_reach_every_limit(config: Config) -> None:
     assert largest_steps(native) == {"prefill": ([100, 100, 50], [100, 100, 50]), **longest}
 
 
+def test_the_largest_decode_step_of_one_sequence_has_all_its_drafts(config: Config) -> None:
+    single = replace(config, model_config=replace(config.model_config, decode_batch_size=(1,)))
+    lens, contexts = largest_steps(single)["decode"]
+    assert (lens, contexts) == ([1] * 8, [93, 94, 95, 96, 97, 98, 99, 100])
+    slot = make_step(single, lens, contexts)
+    slot.check_header(0)
+    assert (slot.num_seqs, slot.num_drafts, slot.rows[:8].tolist()) == (8, 7, [0] * 8)
+    assert slot.positions[:8].tolist() == [92, 93, 94, 95, 96, 97, 98, 99]
+    few = replace(config, model_config=replace(config.model_config, decode_batch_size=(5,)))
+    slot = make_step(few, *largest_steps(few)["decode"])
+    assert (slot.rows[:8].tolist(), slot.num_drafts) == ([0, 1, 2, 3, 4, 4, 4, 4], 3)
+    assert slot.positions[:8].tolist() == [99, 99, 99, 99, 96, 97, 98, 99]
+    off = replace(single, speculative_config=replace(config.speculative_config, method="off"))
+    assert largest_steps(off)["decode"] == ([1], [100])
+
+
 def test_a_warm_up_step_writes_nothing(config: Config) -> None:
     slot = make_step(config, [2, 1], [100, 7])
     slot.check_header(0)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from llm_serving.config import Config, load_config
+from llm_serving.config.draft_config import draft_config
 from llm_serving.errors import CheckpointError, ConfigError
 from llm_serving.planning.auto_blocks import fit_blocks
 from llm_serving.planning.machine import Machine
@@ -30,7 +31,7 @@ def load(tmp_path: Path, *overrides: str, draft: dict[str, object] | None = None
 
 def test_the_draft_model_has_the_models_blocks_and_scratch_blocks_for_each_row(tmp_path: Path) -> None:
     config = load(tmp_path, "speculative_config.max_draft_tokens=17", "model_config.decode_batch_size=[4]")
-    own = config.draft_config()
+    own = draft_config(config)
     assert config.pa_config.block_size == 16
     assert own.pa_config.num_blocks == config.pa_config.num_blocks + 2 * 4
     assert (own.num_host_blocks, own.max_model_len) == (config.num_host_blocks, config.max_model_len)
@@ -45,7 +46,7 @@ def test_the_plan_counts_the_draft_model(tmp_path: Path) -> None:
     token = 2 * 1 * 2 * 16 * 4  # keys and values of one layer with two heads of 16 float32 numbers
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160 + 2 * 64
     assert plan.bytes_of("draft model: weights") == (layer + 64 + 2 * 300 * 64) * 4
-    assert plan.bytes_of("draft model: KV cache") == token * 16 * config.draft_config().pa_config.num_blocks
+    assert plan.bytes_of("draft model: KV cache") == token * 16 * draft_config(config).pa_config.num_blocks
     assert plan.bytes_of("host blocks") == (2 * token + token) * 16 * config.num_host_blocks
     assert plan.bytes_of("draft model: steps") > 2048 * 64 * 4
 
@@ -104,7 +105,7 @@ def test_what_does_not_fit_is_refused(
 
 def test_a_draft_model_may_have_shorter_contexts(tmp_path: Path) -> None:
     config = load(tmp_path, draft={"max_position_embeddings": 512})
-    assert (config.max_model_len, config.draft_config().max_model_len) == (2048, 512)
+    assert (config.max_model_len, draft_config(config).max_model_len) == (2048, 512)
     note = "has contexts of 512 tokens; longer sequences get no drafts of the draft model"
     assert [note in each for each in config.notes] == [True]
     assert not load(tmp_path / "other", draft={"max_position_embeddings": 2048}).notes

@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from llm_serving.config import Config, load_config
+from llm_serving.config.draft_config import draft_config
 from llm_serving.errors import CheckpointError, ConfigError
 from llm_serving.planning.machine import Machine
 from llm_serving.planning.memory_plan import GIB, estimate_memory
@@ -54,7 +55,7 @@ def test_an_eagle_head_takes_three_hidden_states(tmp_path: Path) -> None:
     assert config.draft.head is not None
     assert config.draft.head.layers == (2, 4, 5)
     assert config.tapped_layers == (2, 4, 5)
-    own = config.draft_config()
+    own = draft_config(config)
     assert (own.shape.num_layers, own.shape.vocab_size, own.shape.head_dim) == (1, 160, 16)
     assert (own.tapped_layers, config.max_draft_ids) == ((), 7)
     assert own.max_model_len == config.max_model_len == 512, "config.json of the head states 128"
@@ -103,7 +104,7 @@ def test_a_head_of_the_authors_has_the_name_of_a_llama(tmp_path: Path) -> None:
     (tmp_path / "fc.safetensors").rename(head / "model.safetensors")
     given = [f"model_config.model_path={model}", "speculative_config.method=eagle", f"speculative_config.model={head}"]
     config = load_config("llama_tiny_cpu.yaml", given, ascend=False)
-    own = config.draft_config()
+    own = draft_config(config)
     assert (own.shape.num_layers, own.shape.vocab_size, own.shape.architecture) == (1, 160, "LlamaForCausalLM")
 
 
@@ -115,7 +116,7 @@ def test_a_head_of_speculators_nests_the_sizes_of_its_layer(tmp_path: Path) -> N
     assert config.draft is not None
     assert config.draft.head is not None
     assert (config.draft.head.layers, config.draft.head.norm_before_residual) == ((1, 4, 8), True)
-    own, plain = config.draft_config().shape, load(tmp_path / "plain", "eagle").draft_config().shape
+    own, plain = draft_config(config).shape, draft_config(load(tmp_path / "plain", "eagle")).shape
     assert own == plain
     assert Config.from_json(config.to_json()) == config
 
@@ -143,7 +144,7 @@ def test_an_error_about_a_pickle_has_the_command_that_converts_it(tmp_path: Path
 
 def test_an_mtp_layer_takes_the_last_hidden_state_and_has_experts(tmp_path: Path) -> None:
     config = load(tmp_path, "mtp")
-    own = config.draft_config()
+    own = draft_config(config)
     assert config.tapped_layers == (3,)
     assert own.shape.has_experts(0)
     assert not config.shape.has_experts(0)

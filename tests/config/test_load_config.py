@@ -80,6 +80,26 @@ def test_the_largest_batch_size_is_the_limit(folder: Path) -> None:
     assert (config.max_num_seqs, config.max_decode_seqs, config.max_prefill_seqs) == (8, 8, 8)
 
 
+@pytest.mark.parametrize("single", ["model_config.decode_batch_size=[1]", "scheduler_config.max_num_seqs=1"])
+def test_a_decode_step_of_one_sequence_has_space_for_its_drafts(folder: Path, single: str) -> None:
+    def sizes(*more: str) -> tuple[int, int, int, int]:
+        config = load_config(TINY, [f"model_config.model_path={folder}", single, *more])
+        assert config.max_decode_seqs == 1
+        assert config.slot_limits().max_seqs == config.max_step_seqs
+        return config.max_num_seqs, config.max_drafts, config.max_decode_entries, config.max_step_seqs
+
+    assert sizes() == (1, 7, 8, 8)
+    assert sizes("speculative_config.max_draft_tokens=40") == (1, 40, 41, 41)
+    assert sizes("speculative_config.method=off") == (1, 0, 1, 1)
+    assert sizes("scheduler_config.max_num_batched_tokens=5") == (1, 4, 5, 5)
+    assert sizes("parallel_config.pipeline_parallel=2") == (1, 0, 1, 1)
+
+
+def test_a_large_decode_step_gets_no_more_tokens_for_drafts(folder: Path) -> None:
+    config = load_config(TINY, [f"model_config.model_path={folder}", "model_config.decode_batch_size=[4, 30]"])
+    assert (config.max_decode_seqs, config.max_decode_entries, config.max_step_seqs) == (30, 30, 30)
+
+
 def test_dummy_weights_need_no_weight_files(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "bare", files=("tokenizer.model",))
     config = load_config(TINY, [f"model_config.model_path={folder}", "model_config.load_format=dummy"])

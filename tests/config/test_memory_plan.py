@@ -104,7 +104,18 @@ def test_states_and_snapshots_of_linear_attention_are_planned(tmp_path: Path) ->
         assert "state snapshots" not in items(off)
     assert items("speculative_config.method=off")["states"] == 2 * rows * without_log
     assert items("speculative_config.max_draft_tokens=1")["states"] == 2 * rows * (without_log + 3 * 4 * 164)
-    assert items("model_config.decode_batch_size=[1]")["states"] % without_log == 0, "a step has no space for drafts"
+    assert items("model_config.decode_batch_size=[1]")["states"] == 2 * state, "drafts have no states of their own"
+
+
+def test_a_single_sequence_needs_logits_for_its_drafts(tmp_path: Path) -> None:
+    def items(*more: str) -> dict[str, int]:
+        config = small(tmp_path, "model_config.decode_batch_size=[1]", *more)
+        return {item.name: item.num_bytes for item in estimate_memory(config, PLENTY).items}
+
+    with_drafts, without = items(), items("speculative_config.method=off")
+    assert with_drafts["logits"] == 8 * without["logits"]
+    assert with_drafts["token history"] == 8 * without["token history"]
+    assert with_drafts["KV cache"] == without["KV cache"]
 
 
 def test_recorded_steps_of_native_operators(tmp_path: Path) -> None:

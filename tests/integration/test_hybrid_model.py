@@ -116,6 +116,9 @@ def test_batches_chunks_preemptions_and_stages_give_the_same_bits(folder: Path) 
     assert resumed == whole
     assert cached == [0, 48, 80, 32], "each prompt resumes at the last full block that was computed before it"
     assert pressed == alone
+    with served(folder, model_config={"decode_batch_size": [1]}) as llm:
+        assert answers(llm) == alone, "a step of one sequence has drafts"
+        assert 40 + 20 < counted(llm, "accepted_draft_tokens") < counted(llm, "draft_tokens") - 20
     with served(
         folder, pa_config={"num_blocks": 20}, parallel_config={"pipeline_parallel": 2},
         scheduler_config={"policy": "chunked", "chunk_tokens": 24}, speculative_config={"method": "off"},

@@ -350,6 +350,43 @@ def test_two_replicas_give_the_same_responses_with_drafts(
     assert accepted > 20
 
 
+SINGLE = {
+    "decode_batch_size": ["model_config.decode_batch_size=[1]"],
+    "max_num_seqs": ["scheduler_config.max_num_seqs=1"],
+}
+"""Settings of a server for one user, who has one request at a time."""
+
+
+@pytest.mark.parametrize(
+    ("method", "setting", "more"),
+    with_sweeps(
+        [
+            ("suffix", "max_num_seqs", ()),
+            ("draft", "decode_batch_size", ()),
+            ("eagle", "max_num_seqs", ()),
+            ("suffix", "decode_batch_size", (GROUP,)),
+            ("suffix", "decode_batch_size", ("model_config.op_table=native",)),
+            ("draft", "max_num_seqs", ("model_config.op_table=native",)),
+        ],
+        lambda method, setting, more: method == "eagle" or bool(more),
+    ),
+)
+def test_a_server_of_one_sequence_has_drafts(
+    method: str, setting: str, more: tuple[str, ...], bodies: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    is_eagle = method == "eagle"
+    drafts = head_settings(tmp_path, method, counting=False) if is_eagle else method_settings(tmp_path, method)
+    answers = []
+    for name, settings in {"off": ["speculative_config.method=off"], "on": drafts}.items():
+        with running_server(tmp_path / name, [*SINGLE[setting], *more, *settings]) as server:
+            answers.append(asyncio.run(run_alone(server.url, bodies[:16])))
+            drafted, accepted = server.counter("draft_tokens"), server.counter("accepted_draft_tokens")
+        assert (accepted > 10) == (name == "on")
+    for body, expected, answer in zip(bodies, *answers, strict=False):
+        assert_same(answer, expected, body)
+    assert accepted < drafted
+
+
 @pytest.mark.sweep
 def test_native_operators_give_the_same_responses_with_drafts(bodies: list[dict[str, Any]], tmp_path: Any) -> None:
     native = ["model_config.op_table=native", "model_config.model_dtype=bfloat16", "scheduler_config.chunk_tokens=32"]

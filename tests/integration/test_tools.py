@@ -125,7 +125,7 @@ def test_each_format_forces_a_call(tmp_path: Path, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def thinking(tmp_path_factory: pytest.TempPathFactory, shallow_model: Path) -> Iterator[ServerProcess]:
+def thinking_model(tmp_path_factory: pytest.TempPathFactory, shallow_model: Path) -> Path:
     """Provides the shallow model with a template whose prompts end within the reasoning."""
     folder = tmp_path_factory.mktemp("model")
     for file in shallow_model.iterdir():
@@ -134,7 +134,12 @@ def thinking(tmp_path_factory: pytest.TempPathFactory, shallow_model: Path) -> I
     settings["chat_template"] += "{% if add_generation_prompt %}<think>\n{% endif %}{# </think> #}"
     (folder / "tokenizer_config.json").unlink()
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    with running_server(tmp_path_factory.mktemp("thinking"), [f"model_config.model_path={folder}"]) as server:
+    return folder
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory, thinking_model: Path) -> Iterator[ServerProcess]:
+    with running_server(tmp_path_factory.mktemp("thinking"), [f"model_config.model_path={thinking_model}"]) as server:
         yield server
 
 
@@ -169,6 +174,19 @@ def test_json_and_calls_begin_after_the_reasoning(thinking: ServerProcess, budge
         choice = think(thinking, budget, seed=seed, tools=TOOLS, tool_choice=NAMED)["choice"]
         check(choice)
         assert bool(choice["message"]["reasoning_content"]) is (budget > 0)
+
+
+def test_drafts_change_no_reasoning(thinking_model: Path, tmp_path: Path) -> None:
+    """Without temperature, the text repeats itself, so there are drafts besides the marker at the end."""
+    cases = [(budget, more) for budget in (0, 5, 40) for more in ({"temperature": 0}, {"response_format": FORMAT})]
+    found = []
+    for method in ("off", "suffix"):
+        settings = [f"model_config.model_path={thinking_model}", f"speculative_config.method={method}"]
+        with running_server(tmp_path / method, settings) as server:
+            found.append([think(server, budget, logprobs=True, **more) for budget, more in cases])
+            accepted = server.counter("accepted_draft_tokens")
+        assert (accepted > 20) == (method == "suffix")
+    assert found[0] == found[1]
 
 
 def test_a_killed_agent_changes_no_reasoning(thinking: ServerProcess) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from llm_serving.ipc.drafts import REJECTED
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
 from support.fakes import END_TOKEN, expected_tokens, make_limits, make_request
-from support.scheduler_scripts import play
+from support.scheduler_scripts import Script, play
 from support.script_drawing import draw_script
 from support.simulation import Simulation
 from support.sweeps import with_sweeps
@@ -27,7 +28,9 @@ def play_with_drafts(seeds: range) -> Counter[str]:
     """
     seen: Counter[str] = Counter()
     for seed in seeds:
-        simulation = play(draw_script(seed), drafts=seed)
+        script = draw_script(seed)
+        limits = script.limits | {"max_decode_entries": random.Random(seed).choice([None, 8, 12])}
+        simulation = play(Script(limits, script.operations), drafts=seed)
         seen += simulation.seen
     return seen
 
@@ -163,6 +166,17 @@ def test_drafts_fill_only_the_free_entries_of_a_step() -> None:
     simulation.scheduler.offer_drafts([(one.request_id, expected_tokens(one, 64)[1:4]) for one in requests])
     step = schedule_one(simulation)
     assert (step.num_seqs, step.num_drafts) == (3, 1)
+
+
+def test_a_step_of_one_sequence_has_space_for_its_drafts() -> None:
+    simulation = Simulation(make_limits(decode_batch_size=1, max_num_seqs=1, max_decode_entries=6))
+    request = make_request("a", 5, 12)
+    simulation.add(request)
+    step = run_to_drafted_step(simulation, "a", expected_tokens(request, 64)[1:9])
+    assert (step.num_seqs, step.num_drafts) == (6, 5)
+    assert len(simulation.answer()) == 6
+    simulation.finish()
+    simulation.check_texts(64)
 
 
 @pytest.mark.parametrize(

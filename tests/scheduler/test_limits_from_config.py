@@ -52,7 +52,8 @@ def test_every_limit_comes_from_its_configuration_key() -> None:
     assert (limits.mixed_step_tokens, limits.preemption) == (48, PreemptionKind.AUTO)
     assert (limits.admission, limits.max_total_tokens, limits.predict_output_length) == (AdmissionKind.AIMD, 999, True)
     assert (limits.fairness, limits.ttft_objective, limits.tbt_objective) == (False, 1.5, 0.075)
-    assert limits.max_moves == config.slot_limits().max_moves
+    assert limits.max_moves <= config.slot_limits().max_moves
+    assert limits.max_decode_entries == config.max_decode_entries == 8
     assert limits.cache_namespace == config.cache_namespace
 
 

@@ -406,7 +406,9 @@ class FakeDevice:
             assert step.moves
             assert (seqs, step.num_tokens) == (0, 0)
         elif step.kind is StepKind.DECODE:
-            assert 1 <= seqs <= limits.decode_batch_size
+            most_entries = limits.max_decode_entries or limits.decode_batch_size
+            assert 1 <= seqs - step.num_drafts <= min(limits.decode_batch_size, limits.max_num_seqs)
+            assert seqs <= min(most_entries, limits.max_num_batched_tokens) or not step.num_drafts
             assert step.query_lens == [1] * seqs
             assert step.do_sample == [True] * seqs
         else:

@@ -55,17 +55,16 @@ class FusedCpuOps(OpTable):
         super().__init__(config.model_config.model_dtype, part)
         self.takes_rows = config.shape.vision is not None and self.is_first_stage
         self._max_tokens = config.max_num_batched_tokens
-        self._max_seqs = config.max_num_seqs
         self._hidden_size = config.shape.hidden_size
         self._cache_format = config.cache_format
         self._num_adapters = config.lora_config.max_adapters
         vocab_size = config.shape.vocab_size if self.is_first else self.vocab_rows(config.shape.vocab_size)
-        seqs, tokens = (self._max_seqs, 0) if self.is_last_stage else (0, self._max_tokens)
+        seqs, tokens = (config.max_step_seqs, 0) if self.is_last_stage else (0, self._max_tokens)
         self.logits: npt.NDArray[np.float32] = allocate((seqs, vocab_size), "float32")
         self.best_ids: npt.NDArray[np.int32] = np.zeros(seqs + 1, np.int32)
         self.states = None
         if config.shape.delta is not None:
-            self.states = SequenceStates(self._max_seqs, config.num_state_snapshots, config.max_logged_drafts)
+            self.states = SequenceStates(config.max_num_seqs, config.num_state_snapshots, config.max_logged_drafts)
         self.stream: Array = allocate((tokens, self._hidden_size), self.dtype)
         self.rows = allocate((self._max_tokens, self._hidden_size), self.dtype) if self.takes_rows else None
         is_gathered, width = bool(config.shape.rotary_sections), config.shape.rotary_width
