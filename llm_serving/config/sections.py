@@ -246,7 +246,7 @@ class SpeculativeConfig:
     )
     max_draft_tokens: int = own(
         7,
-        "Maximum number of drafts of a sequence in a decode step. A step of a single sequence always has space for them.",
+        "Maximum number of drafts of a sequence in a decode step. A step of one sequence always has space for them.",
         unit="tokens",
         low=1,
         high=63,

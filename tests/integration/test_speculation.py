@@ -355,6 +355,7 @@ SINGLE = {
     "max_num_seqs": ["scheduler_config.max_num_seqs=1"],
 }
 """Settings of a server for one user, who has one request at a time."""
+NATIVE = ("model_config.op_table=native", "model_config.model_dtype=bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -365,8 +366,8 @@ SINGLE = {
             ("draft", "decode_batch_size", ()),
             ("eagle", "max_num_seqs", ()),
             ("suffix", "decode_batch_size", (GROUP,)),
-            ("suffix", "decode_batch_size", ("model_config.op_table=native",)),
-            ("draft", "max_num_seqs", ("model_config.op_table=native",)),
+            ("suffix", "decode_batch_size", NATIVE),
+            ("draft", "max_num_seqs", NATIVE),
         ],
         lambda method, setting, more: method == "eagle" or bool(more),
     ),
@@ -389,7 +390,7 @@ def test_a_server_of_one_sequence_has_drafts(
 
 @pytest.mark.sweep
 def test_native_operators_give_the_same_responses_with_drafts(bodies: list[dict[str, Any]], tmp_path: Any) -> None:
-    native = ["model_config.op_table=native", "model_config.model_dtype=bfloat16", "scheduler_config.chunk_tokens=32"]
+    native = [*NATIVE, "scheduler_config.chunk_tokens=32"]
     settings = [*PRESSED, *native, "scheduler_config.policy=chunked"]
     answers: dict[str, list[Any]] = {}
     for method in ("off", "suffix", "draft"):

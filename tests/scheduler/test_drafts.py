@@ -1,5 +1,4 @@
-"""Tests drafts in the scheduler. Drafts change no token and no log-probability, whatever else happens to their requests.
-"""
+"""Tests drafts in the scheduler. Drafts change no token and no log-probability, whatever happens to their requests."""
 
 from __future__ import annotations
 

@@ -48,10 +48,11 @@ MAX_COMPARED_TOKENS = 64
 """Maximum number of tokens of a step with prompts that runs both the graph and the replay. Until ``CONFIRMATIONS``
 small steps have run, larger steps run only the graph.
 """
+_RECORDED_SEQS = (1, 2)
+"""Numbers of sequences of the two recorded steps. A size that doubles is a multiple of the sequences."""
 _RECORDED_TOKENS = (2, 3)
-"""Numbers of tokens of the two recorded steps, if sequences may have several tokens. The two steps have 1 and 2
-sequences. A size that grows by the factor 3/2 is a multiple of the tokens. A size that doubles is a multiple of the
-sequences.
+"""Numbers of tokens of the two recorded steps, if sequences may have several tokens. A size that grows by the factor
+3/2 is a multiple of the tokens.
 """
 _RECORDED_BLOCKS = (4, 5)
 """Numbers of gathered blocks of the two recorded steps. A size that grows by the factor 5/4 is a multiple of the
@@ -99,15 +100,16 @@ class NativeReplays:
             limits.max_tokens, limits.max_seqs, attends_by_token=attends_by_token
         )
         """Maximum number of tokens of a step that ``run`` accepts."""
-        self._max_seqs = min(limits.max_seqs, max_prompts or limits.max_seqs)
+        max_seqs = max(limits.max_seqs, _RECORDED_SEQS[1])  # also if all other steps have one sequence
+        self._max_seqs = min(max_seqs, max_prompts or max_seqs)
         self._table_width = limits.max_blocks_per_seq
         self._entry: Array = np.zeros(0)
         self._rotary_dimensions = NUM_ROTARY_DIMENSIONS if reads_rotary_positions else 0
         self._positions = np.zeros((1 + self._rotary_dimensions) * self.max_tokens, np.int32)
         self._slots = np.zeros(self.max_tokens, np.int32)
         self._attends_by_token = attends_by_token
-        table_rows = self.max_tokens if attends_by_token else limits.max_seqs
-        self._last_tokens = np.zeros(limits.max_seqs, np.int32)
+        table_rows = self.max_tokens if attends_by_token else max_seqs
+        self._last_tokens = np.zeros(max_seqs, np.int32)
         self._contexts, self._queries = (np.zeros(table_rows, np.int32) for _ in range(2))
         self._padded_queries = np.zeros(max_prompts, np.int64)
         self._tables = np.zeros(table_rows * self._table_width, np.int32)
@@ -115,7 +117,7 @@ class NativeReplays:
         self._adapter_order = adapter_order
         self._adapter_rows = None if adapter_order is None else adapter_order.rows(np.zeros(0, np.int32))
         self._inserts_ids = inserts_ids
-        self._earlier_ids = np.zeros(limits.max_seqs, np.int32)
+        self._earlier_ids = np.zeros(max_seqs, np.int32)
         self._places, self._mask = (np.zeros(self.max_tokens, np.int32) for _ in range(2))
         self._launches: RecordedLaunches | None = None
         self._agreed = 0
@@ -150,7 +152,7 @@ class NativeReplays:
         matter, only its type and its sizes. Exceptions of the graph and of ``all_agree`` are passed on.
         """
         self._entry = np.zeros((self.max_tokens, *entry.shape[1:]), entry.dtype)
-        all_seqs = (1, min(2, self._max_seqs))
+        all_seqs = (_RECORDED_SEQS[0], min(_RECORDED_SEQS[1], self._max_seqs))
         all_tokens = all_seqs if is_decode else _RECORDED_TOKENS
         all_blocks = _RECORDED_BLOCKS if self._blocks.size else (0, 0)
         first, second = (StepSizes(*sizes) for sizes in zip(all_tokens, all_seqs, all_blocks, strict=True))
