@@ -354,7 +354,7 @@ SINGLE = {
     "decode_batch_size": ["model_config.decode_batch_size=[1]"],
     "max_num_seqs": ["scheduler_config.max_num_seqs=1"],
 }
-"""Settings of a server for one user, who has one request at a time."""
+"""Settings of a server for one user with one request at a time."""
 NATIVE = ("model_config.op_table=native", "model_config.model_dtype=bfloat16")
 
 

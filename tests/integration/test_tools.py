@@ -177,7 +177,7 @@ def test_json_and_calls_begin_after_the_reasoning(thinking: ServerProcess, budge
 
 
 def test_drafts_change_no_reasoning(thinking_model: Path, tmp_path: Path) -> None:
-    """Without temperature, the text repeats itself, so there are drafts besides the marker at the end."""
+    """Without temperature, the text repeats itself. So the marker at the end is not the only draft."""
     cases = [(budget, more) for budget in (0, 5, 40) for more in ({"temperature": 0}, {"response_format": FORMAT})]
     found = []
     for method in ("off", "suffix"):
