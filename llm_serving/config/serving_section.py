@@ -209,7 +209,8 @@ class ServingConfig:
     )
     canary_interval_s: float = own(
         300.0,
-        "Time between two runs of a fixed prompt, whose tokens must stay the same. 0 turns the check off.",
+        "Time between two runs of a fixed prompt (canary), whose tokens must stay the same. The first run is compared "
+        "with the stored tokens of earlier servers. 0 turns the check off.",
         unit="seconds",
         low=0.0,
         high=MAX_SECONDS,

@@ -1,5 +1,5 @@
 """Runs the canary, a fixed prompt: at the start, at regular intervals and after restarts. Its output tokens must be the
-same each time.
+same each time, and the same as those of earlier servers with the same model and program.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from llm_serving.errors import LLMServingError
 from llm_serving.request import FinishReason, SchedulingParams
 from llm_serving.sampling_params import SamplingParams
 from llm_serving.scheduler.output import NOT_FINITE_ERROR
+from llm_serving.self_checks.canary_file import CanaryFile, keeps_tokens
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
 
@@ -33,9 +34,11 @@ MAX_RUN_S = 300.0
 
 
 class Canary:
-    """Runs the prompt on every replica and compares its tokens with those of the first run.
+    """Runs the prompt on every replica and compares its tokens with the stored ones, or with those of the first run.
 
-    If the tokens differ, the agents of the replica are restarted. The runs are not logged as requests.
+    If the tokens differ, the agents of the replica are restarted. The stored tokens may be wrong, too. So if the new
+    agents repeat other tokens than the stored ones, ``canary_differs`` is logged, and the agents stay. The runs are not
+    logged as requests.
     """
 
     def __init__(self, engine: AsyncEngine, log: EventLog, metrics: Metrics, interval_s: float) -> None:
@@ -46,6 +49,14 @@ class Canary:
         vocabulary = engine.config.shape.vocab_size
         self._prompt = [(1 + _STRIDE * index) % vocabulary for index in range(PROMPT_TOKENS)]
         self._expected: tuple[int, ...] | None = None
+        self._file: CanaryFile | None = None
+        self._must_write = False
+        """True if the first tokens of this server must be stored, because no file has any."""
+        self._is_confirmed = False
+        """True after a run of this server got the expected tokens, or set them."""
+        self._others: dict[int, tuple[int, ...] | None] = {}
+        """The tokens of the last run of each replica that got other tokens than the stored ones."""
+        self._reads = asyncio.Lock()
 
     async def run(self) -> None:
         """Runs the prompt now, and then after each interval or when the engine asks for it. Never returns.
@@ -66,8 +77,16 @@ class Canary:
     async def check(self) -> None:
         """Runs the prompt as many times as there are replicas, all at the same time. The router gives each replica one
         of these requests. With pools by prompt length, each run names the pool of its replica.
+
+        Stores the tokens if no file has any and all replicas got the same tokens.
         """
-        await asyncio.gather(*(self._check_one(pool) for pool in self._pools_to_check()))
+        passed = await asyncio.gather(*(self._check_one(pool) for pool in self._pools_to_check()))
+        if all(passed) and self._must_write and self._file is not None and self._expected is not None:
+            self._must_write = False
+            try:
+                await asyncio.to_thread(self._file.write, self._expected)
+            except OSError as error:
+                self._note_unusable_file(error)
 
     def _pools_to_check(self) -> list[str]:
         """Returns the pool of replicas for each run of the prompt. The names are empty without pools by prompt length.
@@ -81,24 +100,70 @@ class Canary:
         able = (pool for pool in pools if (pool.max_prompt_tokens or PROMPT_TOKENS) >= PROMPT_TOKENS)
         return [pool.name for pool in able for _ in range(pool.ready)]
 
-    async def _check_one(self, pool: str) -> None:
+    async def _check_one(self, pool: str) -> bool:
+        """Runs the prompt once and compares its tokens. Returns whether they are the expected ones."""
         try:
             tokens, replica = await asyncio.wait_for(self._tokens(pool), MAX_RUN_S)
         except (LLMServingError, asyncio.TimeoutError):
             self._metrics.self_check("canary", "skipped")
-            return
+            return False
+        await self._read_file()
         if tokens is None and self._expected is None:
             self._log.warning(
                 "the canary has no finite logits in its first run, so it cannot be compared", event="canary_unusable"
             )
             self._metrics.self_check("canary", "skipped")
         elif self._expected is None or tokens == self._expected:
-            self._expected = tokens
+            self._expected, self._is_confirmed = tokens, True
             self._metrics.self_check("canary", "passed")
+            return True
+        elif not self._is_confirmed and self._others.get(replica, ()) == tokens:
+            self._accept_repeated(tokens)
         else:
-            found = "logits that are not finite" if tokens is None else f"the tokens {list(tokens)}"
-            reason = f"the canary got {found}; its first run got {list(self._expected)}"
-            self._engine.distrust(replica, reason)
+            self._others[replica] = tokens
+            self._engine.distrust(replica, self._difference(tokens))
+        return False
+
+    async def _read_file(self) -> None:
+        """Reads the stored tokens once, when the agents have reported the digest of their kernels."""
+        async with self._reads:
+            if self._file is not None or not keeps_tokens(self._engine.config):
+                return
+            summaries = [agent.get("summary") for agent in self._engine.status().agents]
+            found = {str(summary["arithmetic"]) for summary in summaries if isinstance(summary, dict)}
+            if len(found) != 1:  # no agent is ready now
+                return
+            self._file = CanaryFile(self._engine.config, found.pop(), self._prompt, OUTPUT_TOKENS)
+            try:
+                stored = await asyncio.to_thread(self._file.read)
+            except OSError as error:
+                self._note_unusable_file(error)
+                return
+            if not self._is_confirmed:
+                self._expected, self._must_write = stored, stored is None
+
+    def _accept_repeated(self, tokens: tuple[int, ...] | None) -> None:
+        """Reports tokens that differ from the stored ones before and after a restart. Later runs must repeat them.
+
+        More restarts would not help. The file does not change, so that the next server reports the difference again.
+        """
+        assert self._file is not None
+        self._log.error(
+            f"{self._difference(tokens)}; new agents repeated this. If these tokens are right, delete the file. "
+            "Otherwise, replace the machine",
+            event="canary_differs",
+        )
+        self._metrics.self_check("canary", "failed")
+        self._expected, self._is_confirmed = tokens, tokens is not None
+
+    def _difference(self, tokens: tuple[int, ...] | None) -> str:
+        found = "logits that are not finite" if tokens is None else f"the tokens {list(tokens)}"
+        if self._is_confirmed or self._file is None:
+            return f"the canary got {found}; its first run got {list(self._expected or ())}"
+        return f"the canary got {found}; an earlier server has stored {list(self._expected or ())} in {self._file.path}"
+
+    def _note_unusable_file(self, error: OSError) -> None:
+        self._log.warning(f"the tokens of the canary cannot be kept on disk: {error}", event="canary_not_stored")
 
     async def _tokens(self, pool: str) -> tuple[tuple[int, ...] | None, int]:
         """Runs the prompt once in a pool of replicas. Returns its output tokens and the number of the replica.

@@ -243,6 +243,14 @@ EVENTS: Mapping[str, LogEvent] = {
         "The canary had no finite logits in its first run, so that later runs cannot be compared with it.",
         {"message": "the finding"},
     ),
+    "canary_differs": LogEvent(
+        "The canary got other tokens than an earlier server has stored, also after a restart of the agents.",
+        {"message": "both lists of tokens, and the file with the stored ones"},
+    ),
+    "canary_not_stored": LogEvent(
+        "The file with the tokens of the canary cannot be read or written. The first run is not compared.",
+        {"message": "the error"},
+    ),
     "self_check_failed": LogEvent(
         "An agent failed a self-check, so it is restarted. Its requests are computed again.",
         {

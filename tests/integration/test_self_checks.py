@@ -197,3 +197,38 @@ def test_the_canary_runs_at_the_start_and_finds_wrong_tokens(
         assert (failed["check"], failed["step"]) == ("canary", None)
         assert "its first run got" in failed["message"]
         assert server.get("/server_info")["engine"]["agents"][0]["restarts"] >= 1
+
+
+def test_an_agent_that_is_wrong_from_the_start_of_its_server_is_found(
+    tmp_path: Path, shallow_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first server stores the tokens of the canary. The agent of the second server is wrong from its start.
+
+    The third server has another weight format, so its tokens have a file of their own.
+    """
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / "tests/support/faulty_agent"))
+    monkeypatch.setenv("FAULTY_AGENT_FILE", str(tmp_path / "fault"))
+    monkeypatch.setenv("FAULTY_AGENT", "other_tokens")
+    settings = [
+        "serving_config.canary_interval_s=1", "serving_config.row_check_interval=0",
+        f"model_config.weight_cache_path={tmp_path / 'cache'}", f"model_config.model_path={shallow_model}",
+    ]  # fmt: skip
+    passed = 'llm_serving_self_checks_total{check="canary",result="passed"}'
+    with running_server(tmp_path / "first", settings) as server:
+        wait_for(lambda: metric(server, passed) >= 1, "the first run")
+        wait_for(lambda: bool(list((tmp_path / "cache/canary").glob("*.json"))), "the stored tokens")
+    [stored] = (tmp_path / "cache/canary").iterdir()
+    (tmp_path / "fault").touch()
+    with running_server(tmp_path / "second", settings) as server:
+        wait_for(lambda: bool(server.events("self_check_failed")), "the failed first run")
+        (tmp_path / "fault").unlink()
+        wait_for(lambda: metric(server, passed) >= 1, "a run of the new agents")
+        failed = server.events("self_check_failed")[0]
+        assert failed["check"] == "canary"
+        assert f"in {stored}" in failed["message"]
+        assert any(Path(failed["recording"]).iterdir())
+        assert metric(server, 'llm_serving_self_checks_total{check="canary",result="failed"}') >= 1
+        assert server.get("/server_info")["engine"]["agents"][0]["restarts"] >= 1
+    with running_server(tmp_path / "third", [*settings, "model_config.weight_format=int8"]) as server:
+        wait_for(lambda: metric(server, passed) >= 1, "the first run with other weights")
+        assert server.events("self_check_failed") == []

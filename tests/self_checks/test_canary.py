@@ -1,0 +1,249 @@
+"""Tests that the canary compares its tokens with those that an earlier server has stored."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from llm_serving.request import FinishReason, RequestOutput
+from llm_serving.scheduler.output import NOT_FINITE_ERROR
+from llm_serving.self_checks.canary import OUTPUT_TOKENS, Canary
+from llm_serving.self_checks.canary_file import MAX_FILES, CanaryFile, canary_folder, keeps_tokens
+from support.small_configs import small_config
+
+RIGHT = tuple(range(100, 100 + OUTPUT_TOKENS))
+WRONG = (*RIGHT[:-1], 7)
+
+
+class Engine:
+    """Stands for an engine. ``tokens`` has the tokens that each replica generates; None: the logits are not finite."""
+
+    def __init__(self, config, *tokens, arithmetic="kernels 1"):
+        self.config = config
+        self.tokens = list(tokens)
+        self.distrusted = []
+        self._arithmetic = arithmetic
+        self._next = 0
+
+    def status(self):
+        agents = [{"summary": {"arithmetic": self._arithmetic}} for _ in self.tokens]
+        return SimpleNamespace(agents=agents, pools=())
+
+    def distrust(self, replica, reason):
+        self.distrusted.append((replica, reason))
+
+    def open(self, name, prompt, sampling, stream, **_):
+        replica, self._next = self._next, (self._next + 1) % len(self.tokens)
+        tokens = self.tokens[replica]
+        if tokens is None:
+            piece = RequestOutput(name, "", (), (), 0, 0, FinishReason.ERROR, error=NOT_FINITE_ERROR)
+        else:
+            piece = RequestOutput(name, "", tokens, (), 0, len(tokens), FinishReason.LENGTH)
+        stream.push(0, piece)
+        return SimpleNamespace(request=SimpleNamespace(replica=replica), close=lambda: None)
+
+
+class Observer:
+    """Stands for the log and the metrics."""
+
+    def __init__(self):
+        self.lines = []
+        self.results = []
+
+    def warning(self, message, *, event):
+        self.lines.append((event, message))
+
+    error = warning
+
+    def self_check(self, check, result):
+        self.results.append(result)
+
+
+@pytest.fixture
+def make_config(tmp_path):
+    """Returns a function that makes a config whose cache is in the test's own folder."""
+    cache = f"model_config.weight_cache_path={tmp_path / 'cache'}"
+    return lambda *overrides: small_config(tmp_path, [cache, *overrides])
+
+
+def run(engine, times=1):
+    """Runs the canary of a new server ``times`` times. Returns its log and metrics."""
+    seen = Observer()
+    canary = Canary(engine, seen, seen, interval_s=1.0)
+
+    async def checks():
+        for _ in range(times):
+            await canary.check()
+
+    asyncio.run(checks())
+    return seen
+
+
+def files(config):
+    return sorted(canary_folder(config).glob("*"))
+
+
+def test_a_server_that_is_wrong_from_its_start_is_found(make_config):
+    assert run(Engine(make_config(), RIGHT)).results == ["passed"]
+    engine = Engine(make_config(), WRONG)
+    assert run(engine).results == []
+    [(replica, reason)] = engine.distrusted
+    assert replica == 0
+    [file] = files(make_config())
+    assert reason == f"the canary got the tokens {list(WRONG)}; an earlier server has stored {list(RIGHT)} in {file}"
+    same = Engine(make_config(), RIGHT)
+    assert (run(same).results, same.distrusted) == (["passed"], [])
+
+
+def test_logits_that_are_not_finite_differ_from_stored_tokens(make_config):
+    run(Engine(make_config(), RIGHT))
+    engine = Engine(make_config(), None)
+    run(engine)
+    assert "logits that are not finite" in engine.distrusted[0][1]
+
+
+def test_right_tokens_after_a_restart_pass(make_config):
+    run(Engine(make_config(), RIGHT))
+    engine = Engine(make_config(), WRONG)
+    seen = Observer()
+    canary = Canary(engine, seen, seen, interval_s=1.0)
+
+    async def checks():
+        await canary.check()
+        engine.tokens[0] = RIGHT  # the new agents
+        await canary.check()
+        engine.tokens[0] = WRONG
+        await canary.check()
+        await canary.check()
+
+    asyncio.run(checks())
+    assert (seen.results, len(engine.distrusted), seen.lines) == (["passed"], 3, [])
+
+
+def test_other_tokens_that_new_agents_repeat_are_reported_and_do_not_restart_the_agents_again(make_config):
+    """Otherwise, a wrong file would restart the agents of every later server without end."""
+    run(Engine(make_config(), RIGHT))
+    for _ in range(2):  # each server reports the difference, because the file stays
+        engine = Engine(make_config(), WRONG)
+        seen = run(engine, times=3)
+        assert len(engine.distrusted) == 1
+        assert seen.results == ["failed", "passed"]
+        [(event, message)] = seen.lines
+        assert event == "canary_differs"
+        assert (str(list(RIGHT)) in message, str(list(WRONG)) in message) == (True, True)
+
+
+def test_a_later_difference_restarts_the_agents_each_time(make_config):
+    engine = Engine(make_config(), RIGHT)
+    seen = Observer()
+    canary = Canary(engine, seen, seen, interval_s=1.0)
+
+    async def checks():
+        await canary.check()
+        engine.tokens[0] = WRONG
+        for _ in range(3):
+            await canary.check()
+
+    asyncio.run(checks())
+    assert (len(engine.distrusted), seen.results, seen.lines) == (3, ["passed"], [])
+    assert "its first run got" in engine.distrusted[0][1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "arithmetic"),
+    [([], "kernels 2"), (["model_config.weight_format=int8"], "kernels 1"), (["model_config.seed=1"], "kernels 1")],
+)
+def test_a_changed_key_has_a_file_of_its_own(make_config, overrides, arithmetic):
+    run(Engine(make_config(), RIGHT))
+    engine = Engine(make_config(*overrides), WRONG, arithmetic=arithmetic)
+    assert (run(engine).results, engine.distrusted) == (["passed"], [])
+    assert len(files(make_config())) == 2
+    first = Engine(make_config(), RIGHT)
+    assert (run(first).results, first.distrusted) == (["passed"], [])
+
+
+def test_other_files_of_the_model_have_a_file_of_their_own(make_config):
+    run(Engine(replace(make_config(), files_fingerprint="a"), RIGHT))
+    engine = Engine(replace(make_config(), files_fingerprint="b"), WRONG)
+    assert (run(engine).results, engine.distrusted) == (["passed"], [])
+
+
+DAMAGES = {
+    "empty": lambda content: b"",
+    "cut": lambda content: content[: len(content) // 2],
+    "another token": lambda content: content.replace(b"100", b"101"),
+    "another key": lambda content: content.replace(json.loads(content)["key"].encode(), b"0" * 64),
+    "not an object": lambda content: b"[1]",
+    "deep": lambda content: b"[" * 60_000,
+    "large": lambda content: content + b" " * (1 << 16),
+    "not JSON": lambda content: b"\xff" + content,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_counts_as_missing_and_is_replaced(make_config, damage):
+    run(Engine(make_config(), RIGHT))
+    [file] = files(make_config())
+    good = file.read_bytes()
+    changed = DAMAGES[damage](good)
+    assert changed != good
+    file.write_bytes(changed)
+    engine = Engine(make_config(), RIGHT)
+    assert (run(engine).results, engine.distrusted) == (["passed"], [])
+    assert file.read_bytes() == good
+    assert files(make_config()) == [file]
+
+
+def test_tokens_are_stored_only_if_all_replicas_agree(make_config):
+    two = make_config("parallel_config.data_parallel=2", "serving_config.agent_ports=[0,0]")
+    engine = Engine(two, RIGHT, WRONG)
+    run(engine)
+    assert [replica for replica, _ in engine.distrusted] == [1]
+    assert files(two) == []
+    run(Engine(two, RIGHT, RIGHT))
+    assert len(files(two)) == 1
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(make_config):
+    config = make_config()
+    run(Engine(config, RIGHT))
+    canary_folder(config).chmod(0o777)
+    engine = Engine(config, WRONG)
+    seen = run(engine)
+    assert (seen.results, engine.distrusted) == (["passed"], [])
+    assert [event for event, _ in seen.lines] == ["canary_not_stored"]
+    assert "chmod 700" in seen.lines[0][1]
+
+
+def test_a_folder_that_cannot_be_made_is_reported_once(make_config):
+    config = make_config()
+    canary_folder(config).parent.write_text("")
+    seen = run(Engine(config, RIGHT), times=2)
+    assert (seen.results, [event for event, _ in seen.lines]) == (["passed", "passed"], ["canary_not_stored"])
+
+
+def test_the_number_of_files_is_limited(make_config):
+    config = make_config()
+    for number in range(MAX_FILES + 3):
+        CanaryFile(config, f"kernels {number}", (1, 2), 1).write((number,))
+    assert len(files(config)) == MAX_FILES
+    assert CanaryFile(config, f"kernels {MAX_FILES + 2}", (1, 2), 1).read() == (MAX_FILES + 2,)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kept"),
+    [
+        ([], True),
+        (["model_config.op_table=native", "model_config.model_dtype=bfloat16"], False),
+        (["model_config.logits_processors=[llm_serving.errors:LLMServingError]"], False),
+    ],
+)
+def test_tokens_that_depend_on_foreign_code_are_not_stored(make_config, overrides, kept):
+    config = make_config(*overrides)
+    assert keeps_tokens(config) == kept
+    run(Engine(config, RIGHT))
+    assert len(files(config)) == kept
