@@ -132,6 +132,20 @@ class ServerProcess:
             with error:
                 return {"status": error.code, **json.loads(error.read())}
 
+    def stream(self, path: str, body: Mapping[str, Any], timeout_s: float = 120.0) -> Iterator[dict[str, Any]]:
+        """Sends JSON with ``stream: true``. Yields each event of the response, and checks that [DONE] ends it."""
+        request = urllib.request.Request(
+            self.url + path, json.dumps({**body, "stream": True}).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=time_limit(timeout_s)) as response:
+            for line in response:
+                if line == b"data: [DONE]\n":
+                    assert response.read().strip() == b"", "an event came after [DONE]"
+                    return
+                if line.startswith(b"data: "):
+                    yield json.loads(line.removeprefix(b"data: "))
+        raise AssertionError("the stream ended without [DONE]")
+
     def events(self, name: str) -> list[dict[str, Any]]:
         """Returns the log events with this name."""
         lines = [json.loads(line) for line in self.log.read_text().splitlines()]
