@@ -18,7 +18,7 @@ import pytest
 
 from llm_serving.server.error_replies import FAILURE_TEXTS
 from support.poisoned_agent import POISON
-from support.server_process import ServerProcess, running_server, shm_entries
+from support.server_process import ServerProcess, running_server, shm_entries, stream_events
 from support.time_limits import time_limit
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -39,10 +39,9 @@ def ids_of(answer):
     return answer["choices"][0]["token_ids"]
 
 
-def collect(stream, ids):
-    """Adds the token ids of a stream to the list ``ids`` as they arrive. An error event raises KeyError."""
-    for event in stream:
-        ids += event["choices"][0]["token_ids"]
+def ids_of_stream(content):
+    """Returns the token ids of a complete stream. An error event raises KeyError."""
+    return [token for event in stream_events(content) for token in event["choices"][0]["token_ids"]]
 
 
 def failed_or_complete(body, tokens):
@@ -108,24 +107,24 @@ def test_a_server_of_which_a_part_dies_ends_with_an_error_code(tmp_path, shallow
 
 def test_of_many_streams_only_the_request_that_kills_its_agent_fails(tmp_path, shallow):
     """No stream loses or repeats a token, although all clients have received tokens before the loss."""
-    settings = [shallow, "model_config.decode_batch_size=[16]", "pa_config.num_blocks=1024"]
+    settings = [shallow, "model_config.decode_batch_size=[17]", "pa_config.num_blocks=1024"]
     settings += ["speculative_config.method=off"]  # so that a text has a step for each token
     server = ServerProcess(tmp_path, settings, faulty=["poison", str(tmp_path / "none")]).wait_ready()
     with contextlib.ExitStack() as owned:
         owned.callback(server.stop)
-        bodies = [LONG | {"prompt": [1, 300 + index], "max_tokens": 500} for index in range(16)]
+        bodies = [LONG | {"prompt": [1, 300 + index], "max_tokens": 200} for index in range(16)]
         expected = [ids_of(server.post("/v1/completions", body)) for body in bodies]
-        received = [[] for _ in bodies]
+        received = [bytearray() for _ in bodies]
         with concurrent.futures.ThreadPoolExecutor(17) as pool:
             streams = [
-                pool.submit(collect, server.stream("/v1/completions", body), ids)
-                for body, ids in zip(bodies, received, strict=True)
+                pool.submit(server.stream, "/v1/completions", body, content)
+                for body, content in zip(bodies, received, strict=True)
             ]
             wait_for(lambda: all(received))
             poisoned = pool.submit(server.post, "/v1/completions", LONG | {"prompt": [1, *POISON]})
             assert poisoned.result()["error"]["code"] == "agent_lost_twice"
             assert [stream.result() for stream in streams] == [None] * 16
-        assert received == expected
+        assert [ids_of_stream(content) for content in received] == expected
         assert len(server.events("agent_lost")) == 2
         lost = server.events("agent_lost")[0]["time"]
         ends = [event["time"] for event in server.events("request_end") if event["finish_reason"] == "length"]

@@ -23,7 +23,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
 
 from support.long_program import run_program  # noqa: E402
-from support.server_process import ServerProcess, running_server  # noqa: E402
+from support.server_process import ServerProcess, running_server, stream_events  # noqa: E402
 
 NUM_STREAMS = 16
 BODY = {"max_tokens": 400, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -33,23 +33,21 @@ LIMITS = {"killed": {"noticed_max_s": 0.2, "ready_max_s": 2.5}, "stopped": {"not
 
 
 class Stream:
-    """A streamed request. ``tokens`` and ``text`` grow as the client receives them."""
+    """A streamed request. ``received`` grows as the client receives its events."""
 
     def __init__(self, server: ServerProcess, index: int) -> None:
         self._server = server
         self._body = BODY | {"prompt": [1, 300 + index]}
-        self.tokens: list[int] = []
-        self.text = ""
+        self.received = bytearray()
 
     def run(self) -> None:
-        for event in self._server.stream("/v1/completions", self._body, timeout_s=600.0):
-            if "choices" not in event:  # an error, or the usage
-                continue
-            self.tokens += event["choices"][0]["token_ids"]
-            self.text += event["choices"][0]["text"]
+        self._server.stream("/v1/completions", self._body, self.received, timeout_s=600.0)
 
     def is_equal(self, expected: dict[str, Any]) -> bool:
-        return self.tokens == expected["token_ids"] and self.text == expected["text"]
+        """Returns whether the events have exactly the tokens and the text of the choice ``expected``."""
+        choices = [event["choices"][0] for event in stream_events(self.received) if "choices" in event]
+        tokens = [token for choice in choices for token in choice["token_ids"]]
+        return tokens == expected["token_ids"] and "".join(choice["text"] for choice in choices) == expected["text"]
 
     def undisturbed(self) -> dict[str, Any]:
         """Returns the choice of the same request without a stream."""
@@ -75,17 +73,17 @@ def measure(server: ServerProcess, fault: str, expected: list[dict[str, Any]]) -
     with concurrent.futures.ThreadPoolExecutor(NUM_STREAMS) as pool:
         streams = [Stream(server, index) for index in range(NUM_STREAMS)]
         ended = [pool.submit(stream.run) for stream in streams]
-        while not all(stream.tokens for stream in streams):
+        while not all(stream.received for stream in streams):
             time.sleep(0.001)
         began = time.monotonic()
         agent.send_signal(FAULTS[fault])
         noticed = wait_for(server, "agent_lost", num_lost + 1) - began
-        received = [len(stream.tokens) for stream in streams]
+        received = [len(stream.received) for stream in streams]
         ready = wait_for(server, "agent_ready", num_ready + 1) - began
         for each in ended:
             each.result()
     equal = sum(stream.is_equal(wanted) for stream, wanted in zip(streams, expected, strict=True))
-    cut = sum(0 < count < len(stream.tokens) for count, stream in zip(received, streams, strict=True))
+    cut = sum(0 < count < len(stream.received) for count, stream in zip(received, streams, strict=True))
     return {"fault": fault, "noticed_s": round(noticed, 3), "ready_s": round(ready, 3), "cut": cut, "equal": equal}
 
 

@@ -39,6 +39,13 @@ def shm_entries(pid: int | None = None) -> set[str]:
     return {path.name for path in SHM_DIRECTORY.glob(pattern)}
 
 
+def stream_events(content: bytes) -> list[dict[str, Any]]:
+    """Returns the events of a complete stream, without [DONE], which must be the last event."""
+    lines = [line for line in content.split(b"\n") if line]
+    assert lines[-1:] == [b"data: [DONE]"], lines[-1:]
+    return [json.loads(line.removeprefix(b"data: ")) for line in lines[:-1]]
+
+
 class ServerProcess:
     """A process of ``start_server.py`` in its own process group.
 
@@ -132,19 +139,16 @@ class ServerProcess:
             with error:
                 return {"status": error.code, **json.loads(error.read())}
 
-    def stream(self, path: str, body: Mapping[str, Any], timeout_s: float = 120.0) -> Iterator[dict[str, Any]]:
-        """Sends JSON with ``stream: true``. Yields each event of the response, and checks that [DONE] ends it."""
-        request = urllib.request.Request(
-            self.url + path, json.dumps({**body, "stream": True}).encode(), {"content-type": "application/json"}
-        )
+    def stream(self, path: str, body: Mapping[str, Any], received: bytearray, timeout_s: float = 120.0) -> None:
+        """Sends JSON with ``stream: true``. Adds the bytes of the response to ``received`` as they arrive.
+
+        Does not parse them, because the threads of many streams would then delay each other. See ``stream_events``.
+        """
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(self.url + path, json.dumps({**body, "stream": True}).encode(), headers)
         with urllib.request.urlopen(request, timeout=time_limit(timeout_s)) as response:
-            for line in response:
-                if line == b"data: [DONE]\n":
-                    assert response.read().strip() == b"", "an event came after [DONE]"
-                    return
-                if line.startswith(b"data: "):
-                    yield json.loads(line.removeprefix(b"data: "))
-        raise AssertionError("the stream ended without [DONE]")
+            while piece := response.read1(1 << 16):
+                received += piece
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """Returns the log events with this name."""
