@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from tools.reliability.registry import Check, Program, tests
+from tools.reliability.registry import Both, Check, Program, tests
 
 CHECKS = (
     Check(
         "D1",
-        "A flood is refused early and admitted requests finish",
-        tests(
-            "server/test_scheduling_fields.py::test_a_full_queue_refuses_before_anything_is_read",
-            "server/test_scheduling_fields.py::test_retry_after_is_the_expected_queue_time",
-            "server/test_event_loop.py::test_connections_are_limited",
+        "10,000 requests for a small queue are refused early, and admitted requests finish with the right text",
+        Both(
+            tests(
+                "integration/test_flood.py",
+                "server/test_scheduling_fields.py::test_a_full_queue_refuses_before_anything_is_read",
+                "server/test_scheduling_fields.py::test_retry_after_is_the_expected_queue_time",
+                "server/test_event_loop.py::test_connections_are_limited",
+            ),
+            Program(("tests/long/flood.py", "--requests", "10000"), "refusal_p99_ms", 50.0),
         ),
+        "ms until a refusal, p99",
     ),
     Check(
         "D2",
