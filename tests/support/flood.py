@@ -19,6 +19,7 @@ NUM_RUNNING = 8
 SETTINGS = (
     f"scheduler_config.max_waiting_requests={NUM_WAITING}",
     f"model_config.decode_batch_size=[{NUM_RUNNING}]",
+    "model_config.cpu_threads=1",  # on a machine with two cores, the server and the client need the other one
 )
 BODIES = [
     {"prompt": [1, 300 + number], "max_tokens": 24, "temperature": 0, "ignore_eos": True} for number in range(12)
