@@ -61,7 +61,7 @@ test-fast: setup  ## every fourth case of the tests without a device, in less th
 test-sweeps: setup  ## more combinations, which `make test` leaves out
 	@$(BIN)/python -m pytest -m sweep $(ARGS)
 
-test-clients: setup $(CLIENTS)/.installed  ## openai-agents, langchain, instructor and litellm with a server; installs them into build/clients (0.5 GB)
+test-clients: setup $(CLIENTS)/.installed  ## openai-agents, langchain, instructor and litellm with a server, and tool calls of other libraries; installs them into build/clients (0.5 GB)
 	@LLM_SERVING_PYTHON=$(abspath $(BIN))/python LITELLM_LOCAL_MODEL_COST_MAP=True $(CLIENTS)/bin/python -m pytest -q -p no:cacheprovider \
 	  -c tests/clients/pytest.ini --rootdir tests/clients tests/clients $(ARGS)
 

@@ -35,8 +35,8 @@ def test_the_client_libraries_are_locked_with_hashes() -> None:
     locked = packages(text)
     wanted = (REPOSITORY / "tests/clients/requirements.in").read_text("utf-8").split("\n")
     names = {line.partition("==")[0] for line in wanted if "==" in line}
-    assert names == {"openai-agents", "langchain-openai", "langchain-anthropic", "instructor", "litellm", "pytest",
-                     "pytest-timeout"}  # fmt: skip
+    assert names == {"openai-agents", "langchain-openai", "langchain-anthropic", "instructor", "litellm",
+                     "openai-harmony", "mistral-common", "sentencepiece", "pytest", "pytest-timeout"}  # fmt: skip
     assert {line for line in wanted if "==" in line} <= {entry.split()[0] for entry in locked.values()}
     assert all("--hash=sha256:" in entry for entry in locked.values())
     assert "torch" not in locked

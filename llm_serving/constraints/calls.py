@@ -26,11 +26,14 @@ _ONE_SPACE = r"\x20"
 models may repeat white space endlessly.
 """
 _COMMENTS = frozenset({"type", "title", "description", "default", "examples", "deprecated"})
-_XML_KEYS = _COMMENTS | {"properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
+_SEPARATE_KEYS = _COMMENTS | {"properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
+"""Keywords of a tool's schema that limit each parameter on its own."""
 _OPEN_KEYS = frozenset(
     {"$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "patternProperties"}
 )
 """Keywords that may describe parameters that ``properties`` does not list."""
+_EMPTY = '""'
+"""The expression of an empty text in a grammar."""
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -82,11 +85,14 @@ def answer_grammar(
     rules = _Rules(special)
     if tool_format is not None and tools:
         after = _add_calls(rules, tool_format, tools, is_parallel)
-        if not is_required and content is None and not tool_format.trigger and not tool_format.starts_with_brace:
+        if not is_required and content is None and not tool_format.trigger and not tool_format.starts_with:
             _add_messages(rules)
             return rules.grammar()
         if not is_required and content is None:
-            _add_free_text(rules, tool_format, thinking, is_parallel)
+            if tool_format.starts_with:
+                _add_free_text_or_bracket(rules, tool_format, thinking, tools)
+            else:
+                _add_free_text(rules, tool_format, thinking, is_parallel)
             return rules.grammar()
         body = after if is_required or content is None else f"({after} | {rules.sub_grammar(content)})"
     else:
@@ -121,6 +127,10 @@ class _Rules:
             for part in parts
             if part
         )
+
+    def one_of(self, texts: Sequence[str]) -> str:
+        """Returns the expression of any one of several fixed texts."""
+        return self.literal(texts[0]) if len(texts) == 1 else f"({' | '.join(map(self.literal, texts))})"
 
     def sub_grammar(self, grammar: Grammar) -> str:
         """Adds another grammar, and returns the expression that refers to it in a rule."""
@@ -171,13 +181,18 @@ def _add_calls(rules: _Rules, tool_format: ToolFormat, tools: Sequence[CallableT
     for i, tool in enumerate(tools):
         identifier = f"/{tool_format.id_pattern}/ " if tool_format.id_pattern else ""
         identifier += rules.literal(tool_format.after_id)
-        begin = rules.literal(_without_trigger(tool_format, tool_format.begin).replace(NAME, tool.name))
-        rules.add(f"call{i}", f"{begin} {identifier} {_arguments(rules, i, tool, tool_format)} "
+        begins = (_without_trigger(tool_format, tool_format.begin), *tool_format.other_begins)
+        begin = rules.one_of([each.replace(NAME, tool.name) for each in begins])
+        extra = f"/{tool_format.extra_pattern}/?" if tool_format.extra_pattern else ""
+        rules.add(f"body{i}", f"{identifier} {_arguments(rules, i, tool, tool_format)} {extra} "
                   f"{rules.literal(tool_format.end)}")  # fmt: skip
+        rules.add(f"call{i}", f"{begin} body{i}")
     rules.add("call", " | ".join(f"call{i}" for i in range(len(tools))))
     first = _prefix(tool_format)
     again = f"({rules.literal(tool_format.between + first)} call)*" if is_parallel and tool_format.is_parallel else ""
-    rules.add("calls", f"{rules.literal(tool_format.open + first)} call {again} {rules.literal(tool_format.close)}")
+    opening = rules.one_of([text + first for text in (tool_format.open, *tool_format.other_opens)])
+    rules.add("later", f"{again} {rules.literal(tool_format.close)}")
+    rules.add("calls", f"{opening} call later")
     return "calls"
 
 
@@ -193,16 +208,13 @@ def _without_trigger(tool_format: ToolFormat, begin: str) -> str:
 
 def _add_free_text(rules: _Rules, tool_format: ToolFormat, thinking: Thinking | None, is_parallel: bool) -> None:
     """Adds the rule of an answer with free text. The format's trigger ends the free text and starts calls."""
-    if tool_format.starts_with_brace:
-        _add_free_text_or_brace(rules, tool_format, thinking)
-        return
     trigger = tool_format.trigger
     if _prefix(tool_format):
         rules.add("region", "call")
     else:
         again = f"({rules.literal(tool_format.between)} call)*" if is_parallel else ""
-        rest = tool_format.open[len(trigger) :]
-        rules.add("region", f"{rules.literal(rest)} call {again} {rules.literal(tool_format.close)}")
+        rest = rules.one_of([text[len(trigger) :] for text in (tool_format.open, *tool_format.other_opens)])
+        rules.add("region", f"{rest} call {again} {rules.literal(tool_format.close)}")
     rules.add("TEXT", _TEXT)
     rules.add("tag", _after_trigger(rules, "tag", "TEXT", trigger))
     rules.add("end", "TEXT")
@@ -253,17 +265,32 @@ def has_free_text(tool_format: ToolFormat, special: Mapping[str, int]) -> bool:
     In a format with channels, the markers of messages must be special tokens. Ordinary text could also occur in free
     text, so the grammar could not find the markers.
     """
-    if tool_format.trigger or tool_format.starts_with_brace:
+    if tool_format.trigger or tool_format.starts_with:
         return True
     return all(marker in special for marker in (CHANNEL, MESSAGE, START, HARMONY_ENDS[0]))
 
 
-def _add_free_text_or_brace(rules: _Rules, tool_format: ToolFormat, thinking: Thinking | None) -> None:
-    """Adds the rule of an answer that is a call if its first character is a brace, and free text otherwise."""
-    rules.add("PLAIN", r"/([ \t\r\n]*[^{ \t\r\n](.|\n)*)?/")
+def _add_free_text_or_bracket(
+    rules: _Rules, tool_format: ToolFormat, thinking: Thinking | None, tools: Sequence[CallableTool]
+) -> None:
+    """Adds the rule of an answer that is a call if it begins with the format's bracket, and free text otherwise.
+
+    A square bracket is also common in free text. It only starts a call if the name of a tool follows.
+    """
+    calls = "calls"
+    if tool_format.starts_with == "{":
+        rules.add("PLAIN", r"/([ \t\r\n]*[^{ \t\r\n](.|\n)*)?/")
+    else:
+        # The start of a call is one terminal, because the lexer takes the longest terminal, and PLAIN is also a match.
+        names = [re.escape(tool.name) for tool in tools]
+        for i, name in enumerate(names):
+            rules.add(f"START{i}", rf"/\s*\[\s*{name}\(/")
+        rules.add("PLAIN", rf"{_TEXT} & ~/\s*\[\s*({'|'.join(names)})\s*\((.|\n)*/")
+        rules.add("bracketed", " | ".join(f"START{i} body{i} later" for i in range(len(names))))
+        calls = "bracketed"
     tagged = f" | PLAIN {rules.literal(tool_format.trigger)} calls" if rules.is_special(tool_format.trigger) else ""
     rules.add("plain", "PLAIN")
-    rules.add("start", f"{_add_thinking(rules, thinking)}(plain | calls{tagged})")
+    rules.add("start", f"{_add_thinking(rules, thinking)}(plain | {calls}{tagged})")
 
 
 def _arguments(rules: _Rules, index: int, tool: CallableTool, tool_format: ToolFormat) -> str:
@@ -273,6 +300,8 @@ def _arguments(rules: _Rules, index: int, tool: CallableTool, tool_format: ToolF
         schema = _NO_ARGUMENTS
     if tool_format.arguments == "xml":
         return _xml_arguments(rules, index, schema, tool)
+    if tool_format.arguments == "python":
+        return _python_arguments(rules, index, schema, tool)
     if not tool.is_strict:
         return _json({"type": "object"})
     return _json(
@@ -290,18 +319,11 @@ def _xml_arguments(rules: _Rules, index: int, schema: Mapping[str, Any], tool: C
         rules.add(f"any{index}[lazy]", f"{_TEXT} {close}")
         rules.add(f"many{index}", f'("<parameter=" /[^>\\n]+/ ">\\n" any{index})*')
         return f"many{index}"
-    if not tool.is_lenient and (unknown := sorted(schema.keys() - _XML_KEYS)):
-        raise UnsupportedToolError(index, f"the keyword {unknown[0]!r} cannot be enforced in the format of this model")
-    properties, required = schema.get("properties", {}), schema.get("required", [])
-    if not isinstance(properties, Mapping) or not isinstance(required, list):
-        raise UnsupportedToolError(index, "'properties' must be an object, and 'required' a list")
-    needed = {one for one in required if isinstance(one, str)}
+    properties, needed = _parameters(index, schema, tool)
     parts = []
     for i, (name, one) in enumerate(properties.items()):
-        if re.search(r"[>\n]", name):
-            if tool.is_lenient:
-                continue
-            raise UnsupportedToolError(index, f"the name {name!r} cannot be written in the format of this model")
+        if not _is_written(index, name, tool, r"[^>\n]*"):
+            continue
         value = f"value{index}_{i}"
         if not tool.is_lenient:
             _check_value(index, one, schema)
@@ -310,6 +332,65 @@ def _xml_arguments(rules: _Rules, index: int, schema: Mapping[str, Any], tool: C
         rules.add(f"parameter{index}_{i}", f"{rules.literal(f'<parameter={name}>' + chr(10))} {value}")
         parts.append(f"parameter{index}_{i}" + ("" if name in needed else "?"))
     return " ".join(parts)
+
+
+def _parameters(index: int, schema: Mapping[str, Any], tool: CallableTool) -> tuple[Mapping[str, Any], set[str]]:
+    """Returns the schemas of a tool's parameters by name, and the names of those that a call must have.
+
+    Raises UnsupportedToolError if the schema limits the parameters together, for example their number.
+    """
+    if not tool.is_lenient and (unknown := sorted(schema.keys() - _SEPARATE_KEYS)):
+        raise UnsupportedToolError(index, f"the keyword {unknown[0]!r} cannot be enforced in the format of this model")
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        raise UnsupportedToolError(index, "'properties' must be an object, and 'required' a list")
+    return properties, {one for one in required if isinstance(one, str)}
+
+
+def _is_written(index: int, name: str, tool: CallableTool, pattern: str) -> bool:
+    """Returns whether the model's format can write the name of a parameter: whether it matches ``pattern``.
+
+    If the tool is not lenient, raises UnsupportedToolError instead of returning False.
+    """
+    if re.fullmatch(pattern, name):
+        return True
+    if tool.is_lenient:
+        return False
+    raise UnsupportedToolError(index, f"the name {name!r} cannot be written in the format of this model")
+
+
+def _python_arguments(rules: _Rules, index: int, schema: Mapping[str, Any], tool: CallableTool) -> str:
+    """Returns the expression of keyword arguments, in the order of the schema.
+
+    The values are JSON, except ``True``, ``False`` and ``None``. If the tool is not strict, the parameters may have any
+    names and values. Raises UnsupportedToolError.
+    """
+    if not tool.is_strict or (tool.is_lenient and _has_other_parameters(schema)):
+        rules.add(f"any{index}", f'{_json({})} | "True" | "False" | "None"')
+        rules.add(f"one{index}", f'/[A-Za-z_][A-Za-z0-9_]*/ "=" any{index}')
+        return f'(one{index} (", " one{index})*)?'
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    properties, needed = _parameters(index, schema, tool)
+    properties = {name: one for name, one in properties.items() if _is_written(index, name, tool, r"[^\W\d]\w*")}
+    if not properties:
+        return ""
+    for i, (name, one) in enumerate(properties.items()):
+        words = {"boolean": '"True" | "False"', "null": '"None"'}
+        types = json_types(one, schema)
+        resolved = resolve(one, schema)
+        has_values = isinstance(resolved, Mapping) and bool({"enum", "const"} & resolved.keys())
+        is_word = len(types) == 1 and types <= words.keys() and not has_values
+        value = words[min(types)] if is_word else _json({**one, **definitions} if isinstance(one, Mapping) else {})
+        rules.add(f"value{index}_{i}", value)
+        rules.add(f"parameter{index}_{i}", f'{rules.literal(name + "=")} value{index}_{i}')
+    # The rules ``first`` match the parameters from one index on. The rules ``rest`` match them after a parameter.
+    for i, name in reversed(list(enumerate(properties))):
+        is_last = i == len(properties) - 1
+        first, rest = ("", "") if is_last else (f"first{index}_{i + 1}", f"rest{index}_{i + 1}")
+        this, skipped = f"parameter{index}_{i} {rest}", name not in needed
+        rules.add(f"first{index}_{i}", this + (f' | {first or _EMPTY}' if skipped else ""))
+        rules.add(f"rest{index}_{i}", f'", " {this}' + (f' | {rest or _EMPTY}' if skipped else ""))
+    return f"first{index}_0"
 
 
 def _has_other_parameters(schema: Mapping[str, Any]) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from llm_serving.parsing.json_text import pass_value, read_calls
 from llm_serving.parsing.parameters import as_json, is_text
+from llm_serving.parsing.python_calls import read_python_calls
 from llm_serving.parsing.reader import SPACE, Reader, Steps, expect, expect_end, pass_until, peek, skip
 
 CALL, CALL_CLOSE = "<tool_call>", "</tool_call>"
@@ -293,6 +294,14 @@ def _message(reader: Reader, options: CallOptions) -> Steps[str | None]:
         reader.end_reasoning()
         return marker
     return (yield from pass_until(reader, ends, reader.content))
+
+
+def pythonic(reader: Reader, options: CallOptions) -> Steps[None]:
+    """Reads calls of the form ``[name(key="text", other=3), name()]`` at the start of the text."""
+    reader.record = []
+    yield from skip(reader)
+    yield from read_python_calls(reader, options.types)
+    yield from pass_until(reader, (), reader.content)
 
 
 def _ignore(text: str) -> None:

@@ -95,5 +95,7 @@ def _calls(calls: Sequence[tuple[str, Mapping[str, Any]]], tool_format: ToolForm
 def _arguments(values: Mapping[str, Any], tool_format: ToolFormat) -> str:
     if tool_format.arguments == "json":
         return json.dumps(values, ensure_ascii=False)
+    if tool_format.arguments == "python":
+        return ", ".join(f"{key}={one!r}" for key, one in values.items())
     texts = {key: one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for key, one in values.items()}
     return "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items())

@@ -38,16 +38,24 @@ class ToolFormat:
     markers: tuple[str, ...] = ()
     """Special tokens that must not be removed from the text, because the parser finds the calls by these tokens."""
     arguments: str = "json"
-    """How the model writes the arguments: ``json`` for a JSON object, ``xml`` for one tag per parameter."""
+    """How the model writes the arguments: ``json`` for a JSON object, ``xml`` for one tag per parameter, ``python`` for
+    keyword arguments with literals."""
     id_pattern: str = ""
     """Regular expression of an id between ``begin`` and ``after_id``. Empty if the model writes no ids."""
     after_id: str = ""
     id_chars: int = 0
     """Length of the ids of calls. 0 for ids of any form."""
+    other_opens: tuple[str, ...] = ()
+    """Texts that some models of the format write instead of ``open``. Each begins with the trigger, like ``open``."""
+    other_begins: tuple[str, ...] = ()
+    """Texts that the model may write instead of ``begin``. The format then has no trigger."""
+    extra_pattern: str = ""
+    """Regular expression of a text that may follow the arguments of a call, before ``end``."""
     is_parallel: bool = True
     """True if one answer may have several calls."""
-    starts_with_brace: bool = False
-    """True if a text that begins with a brace is a call even without the trigger."""
+    starts_with: str = ""
+    """The bracket with which an answer begins if it consists of calls without the trigger. Empty if calls need the
+    trigger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +80,23 @@ _QWEN3_CODER = ToolFormat(
     markers=(calls.CALL, calls.CALL_CLOSE),
 )  # fmt: skip
 _LLAMA3 = ToolFormat(
-    "llama3_json", calls.llama3_json, trigger=calls.PYTHON_TAG, starts_with_brace=True,
+    "llama3_json", calls.llama3_json, trigger=calls.PYTHON_TAG, starts_with="{",
     begin=f'{{"name": "{NAME}", "parameters": ', end="}", between="; ", markers=(calls.PYTHON_TAG,),
+)  # fmt: skip
+_PYTHONIC = ToolFormat(
+    "pythonic", calls.pythonic, trigger="", starts_with="[", arguments="python",
+    open="[", begin=f"{NAME}(", end=")", between=", ", close="]",
 )  # fmt: skip
 _MISTRAL = ToolFormat(
     "mistral", calls.mistral, trigger=calls.MISTRAL_CALLS, open=f"{calls.MISTRAL_CALLS} [", between=", ", close="]",
     begin=f'{{"name": "{NAME}", "arguments": ', end="}", id_chars=9,
+    other_opens=(f"{calls.MISTRAL_CALLS}[",), extra_pattern=', "id": "[a-zA-Z0-9]{9}"',
     markers=(calls.MISTRAL_CALLS, calls.MISTRAL_ID, calls.MISTRAL_ARGUMENTS),
 )  # fmt: skip
 _MISTRAL_NAMED = replace(
-    _MISTRAL, name="mistral_named", open="", between="", close="", begin=f"{calls.MISTRAL_CALLS}{NAME}", end=""
-)
+    _MISTRAL, name="mistral_named", open="", between="", close="", begin=f"{calls.MISTRAL_CALLS}{NAME}", end="",
+    other_opens=(), extra_pattern="",
+)  # fmt: skip
 _MISTRAL_ARGUMENTS = replace(
     _MISTRAL_NAMED, name="mistral_args", begin=f"{calls.MISTRAL_CALLS}{NAME}{calls.MISTRAL_ARGUMENTS}"
 )
@@ -104,12 +118,14 @@ _DEEPSEEK_V31 = replace(
 _GPT_OSS = ToolFormat(
     "gpt_oss", calls.harmony, trigger="", is_parallel=False,
     begin=f"{calls.CHANNEL}commentary to=functions.{NAME} {calls.CONSTRAIN}json{calls.MESSAGE}", end="",
+    other_begins=(f" to=functions.{NAME}{calls.CHANNEL}commentary {calls.CONSTRAIN}json{calls.MESSAGE}",
+                  f" to=functions.{NAME}{calls.CHANNEL}commentary json{calls.MESSAGE}"),
     markers=(calls.START, calls.CHANNEL, calls.MESSAGE, calls.CONSTRAIN, *calls.HARMONY_ENDS),
 )  # fmt: skip
 
 TOOL_FORMATS = {
     each.name: each
-    for each in (_HERMES, _QWEN3_CODER, _LLAMA3, _MISTRAL, _MISTRAL_NAMED, _MISTRAL_ARGUMENTS, _MISTRAL_ID,
+    for each in (_HERMES, _QWEN3_CODER, _LLAMA3, _PYTHONIC, _MISTRAL, _MISTRAL_NAMED, _MISTRAL_ARGUMENTS, _MISTRAL_ID,
                  _DEEPSEEK_V3, _DEEPSEEK_V31, _GPT_OSS)
 }  # fmt: skip
 """The formats of tool calls, by name."""
@@ -162,7 +178,7 @@ class OutputFormat:
             tool_format,
             found,
             has_tools,
-            "arguments" in text and re.search(r"arguments(['\"]\])?\s*(\||is\b|\.items)", text) is None,
+            "arguments" in text and re.search(r"arguments(['\"]\])?\s*(\||is\b|\.items|\[)", text) is None,
             tuple(name for name in EFFORT_VARIABLES if re.search(rf"\b{name}\b", text)),
         )
 
@@ -193,6 +209,8 @@ def _tool_format(template: str) -> ToolFormat | None:
         return _QWEN3_CODER
     if calls.CALL in template:
         return _HERMES
+    if re.search(r"\[func(tion)?_name1?\(", template):
+        return _PYTHONIC
     if calls.PYTHON_TAG in template or '"parameters": ' in template:
         return _LLAMA3
     return None

@@ -31,7 +31,7 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "now"}},
 ]  # fmt: skip
 NAMED = {"type": "function", "function": {"name": "weather"}}
-FORMATS = ("hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek_v3", "gpt_oss")
+FORMATS = ("hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "deepseek_v3", "gpt_oss")
 TESTED_FORMATS = ("hermes", "gpt_oss")
 """The formats of ``make test``. ``tests/constraints/test_calls.py`` compiles the grammar of every format."""
 

@@ -11,6 +11,8 @@ TEMPLATES = {
     "hermes": HERMES,
     "qwen3_coder": "{% for t in tools %}<tool_call>\n<function=example>{% endfor %}{{ call.arguments|items }}",
     "llama3_json": "{% if tools %}Write in the form {\"name\": function name, \"parameters\": dictionary{% endif %}",
+    "pythonic": "{% if tools %}Respond in the format [func_name1(params_name1=params_value1...), func_name2(params)]"
+                "{% endif %}<|python_tag|>{{ param + '=' + call.arguments[param] }}",
     "mistral": "{% if tools %}{% endif %}{{ '[TOOL_CALLS]' + message['content']|string + eos_token }}",
     "mistral_named": "{% if tools %}{% endif %}{{ '[TOOL_CALLS]' + tool_call.function.name }}",
     "mistral_args": "{% if tools %}{% endif %}{{ '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}",

@@ -106,7 +106,8 @@ FRAGMENTS = [
     "```", "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "assistant",
     "commentary to=functions.now", "analysis", "final", "<think>", "</think>", "{", "}", "[", "]",
     '"', "\\", ":", ",", ";", " ", "\n", "name", '"name"', '"now"', '"arguments"', '{"name": "now"',
-    "now", "weather", "days", "city", "1", "null", "true", "é", "\U0001f642", "<", "x",
+    "now(", "[weather(", "city=", "(", ")", "=", "'", "\\u12", "now", "weather",
+    "days", "city", "1", "null", "true", "é", "\U0001f642", "<", "x",
 ]  # fmt: skip
 
 

@@ -253,7 +253,7 @@ def test_content_with_a_schema_or_a_call(client: openai.OpenAI, server: HttpServ
         assert (bool(message.tool_calls), message.content) in ((True, None), (False, '{"a": 1}'))
 
 
-@pytest.mark.parametrize("name", ["mistral", "mistral_args", "qwen3_coder", "llama3_json", "hermes"])
+@pytest.mark.parametrize("name", ["mistral", "mistral_args", "qwen3_coder", "llama3_json", "pythonic", "hermes"])
 def test_the_format_of_the_config(tokenizer: Tokenizer, name: str) -> None:
     fixture = next(one for one in fixtures_of(name) if one.name == "several")
     properties = {"city": {"type": "string"}, "days": {"type": "integer"}, "exact": {"type": "boolean"}}

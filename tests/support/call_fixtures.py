@@ -74,7 +74,7 @@ def fixtures_of(format_name: str) -> list[Fixture]:
         found += [_of_calls(tool_format, name, calls, write) for name, calls in SEVERAL.items()]
     found += [_content(name, text) for name, text in CONTENTS.items()] if format_name != "gpt_oss" else []
     found += SPECIAL[tool_format.parse.__name__]
-    if format_name not in ("gpt_oss", "llama3_json"):
+    if format_name not in ("gpt_oss", "llama3_json", "pythonic"):
         before = _of_calls(tool_format, "", [("now", {})], write)
         found.append(
             Fixture("content before", f"Let me look.\n\n{before.text}", _answer("Let me look.", calls=[("now", "{}")]))
@@ -106,11 +106,18 @@ def _xml(values: dict[str, Any]) -> str:
     return "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items())
 
 
-def _json(values: dict[str, Any]) -> str:
+def _json(values: Any) -> str:
     return json.dumps(values, ensure_ascii=False)
 
 
-WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {"json": _json, "xml": _xml}
+def _python(values: dict[str, Any]) -> str:
+    words = {True: "True", False: "False", None: "None"}
+    texts = {key: words[value] if value is None or isinstance(value, bool) else _json(value)
+             for key, value in values.items()}  # fmt: skip
+    return ", ".join(f"{key}={text}" for key, text in texts.items())
+
+
+WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {"json": _json, "xml": _xml, "python": _python}
 
 
 def _answer(
@@ -201,6 +208,33 @@ SPECIAL: dict[str, list[Fixture]] = {
         Fixture("content after", '{"name": "now", "parameters": {}} Done.', _answer("Done.", calls=_NOW)),
         _cut("cut in the arguments", f'{{"name": "weather", "parameters": {_CUT}', ("weather", _CUT)),
         _content("cut in the name", '{"name": "wea'),
+    ],
+    "pythonic": [
+        Fixture("single quotes", "[weather(city='Bern', days=-3)]",
+                _answer(calls=[("weather", '{"city": "Bern", "days": -3}')])),
+        Fixture("triple quotes", """[weather(city='\''a'b\n"c" '\'')]""",
+                _answer(calls=[("weather", '{"city": "a\'b\\n\\"c\\" "}')])),
+        Fixture("escapes of Python", r"[weather(city='\x41\u00e9\U0001F642\101\'\d\v\0')]",
+                _answer(calls=[("weather", json.dumps({"city": "A\u00e9\U0001f642A'\\d\v\0"}))])),
+        Fixture("a surrogate pair", r"[weather(city='\ud83d\ude42')]",
+                _answer(calls=[("weather", json.dumps({"city": "\U0001f642"}))])),
+        Fixture("white space", ' \n[ weather ( city = "Bern" , ) , now( ) ]\n',
+                _answer(calls=[("weather", '{"city": "Bern"}'), ("now", "{}")])),
+        Fixture("literals of Python", "[weather(at={'a': [True, None, 1.5,], \"b\": {}}, tags=[], exact=False)]",
+                _answer(calls=[("weather", '{"at": {"a": [true, null, 1.5], "b": {}}, "tags": [], "exact": false}')])),
+        Fixture("a text without quotes", "[weather(city=San Juan, days=2)]",
+                _answer(calls=[("weather", '{"city": "San Juan", "days": 2}')])),
+        Fixture("a number for a text", "[weather(city=12)]", _answer(calls=[("weather", '{"city": "12"}')])),
+        Fixture("content after", "[now()] Done.", _answer("Done.", calls=_NOW)),
+        _content("another function", "[print(1)]"),
+        _content("an expression", "[weather(1 + 2)]"),
+        _content("a link", "[now](http://x) and [1]"),
+        _content("a call in the text", "See [now()]"),
+        Fixture("no end of the list", "[now()", _answer(calls=_NOW)),
+        _cut("cut in a text", "[weather(city='Be", ("weather", '{"city": "Be')),
+        _cut("cut in a number", "[weather(days=1", ("weather", '{"days": ')),
+        _cut("a value that is none", "[weather(days=f(1))]", ("weather", '{"days": "f"'), "(1))]"),
+        _content("cut in the name", "[wea"),
     ],
     "mistral": [
         Fixture("a list", f"[TOOL_CALLS] [{_C}, {_C}]", _answer(calls=_NOW * 2)),

@@ -21,7 +21,7 @@ from tools.reference.source_trees import syntax_tree
 DOCS = REPOSITORY / "docs"
 DEVELOPMENT = {
     "count_schema_tests.py",
-    "make_golden.py", "make_head_golden.py", "make_image_golden.py", "make_lora_golden.py",
+    "make_call_golden.py", "make_golden.py", "make_head_golden.py", "make_image_golden.py", "make_lora_golden.py",
     "make_qwen_image_golden.py", "make_smollm2_golden.py",
     "check_aarch64.py",
     "shape_tokenizer.py",

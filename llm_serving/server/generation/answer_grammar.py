@@ -216,7 +216,7 @@ def _check_content(plan: AnswerPlan, param: str, content: Grammar) -> None:
     begins with a brace. The model's format must have a marker at the start of each call, and no call without it.
     """
     assert plan.tools is not None
-    if content.kind != JSON_SCHEMA or plan.tools.starts_with_brace or not plan.tools.trigger:
+    if content.kind != JSON_SCHEMA or plan.tools.starts_with or not plan.tools.trigger:
         raise RequestError(
             f"'{param}' with 'tools' is not supported in this form by the model; leave out one of them, or set "
             "'tool_choice' to 'required' or 'none'.",
