@@ -65,6 +65,11 @@ def check_serving(raw: RawConfig, serving: ServingConfig, parallel: ParallelConf
             "or the supervisor kills the server before its requests have ended"
         )
         raise raw.error("serving_config.kill_after_s", serving.kill_after_s, problem)
+    try:
+        _ = serving.template_day
+    except ValueError:
+        problem = "must be today or a date, as 2026-01-31"
+        raise raw.error("serving_config.template_date", serving.template_date, problem) from None
     for origin in serving.cors_origins or ():
         if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
             problem = "must be an origin without a path, as https://chat.example or http://localhost:3000, or *"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from datetime import date
 
 from llm_serving.config.schema import MAX_SECONDS, own, published, without_effect
 from llm_serving.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
@@ -11,6 +13,9 @@ DEFAULT_ROW_CHECK_INTERVAL = 500
 """Default number of decode steps between two row checks, which are a self-check of the agents."""
 DEFAULT_SERVER_PORT = 8835
 """Default of ``serving_config.server_port``. A test compares it with the port in the documentation."""
+
+TODAY = "today"
+"""Value of ``template_date`` for the date of the machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +212,12 @@ class ServingConfig:
         "How the model writes its reasoning. `auto`: the chat template shows it. `none`: reasoning is content.",
         choices=("auto", "none", *REASONING_FORMATS),
     )
+    template_date: str = own(
+        TODAY,
+        "Date in the prompts of models whose chat template writes one with `strftime_now`, as that of Llama 3.2. "
+        "`today`: the date of the machine, so equal requests have other prompts on another day. Otherwise a date, for "
+        "example `2026-01-31`; its time is midnight.",
+    )
     canary_interval_s: float = own(
         300.0,
         "Time between two runs of a fixed prompt (canary), whose tokens must stay the same. The first run is compared "
@@ -224,3 +235,12 @@ class ServingConfig:
         high=1_000_000_000,
         null="500 on a CPU. 0 on an Ascend, which does not promise equal bits",
     )
+
+    @property
+    def template_day(self) -> date | None:
+        """The date that ``template_date`` states, or None for the present one. Raises ValueError for other texts."""
+        if self.template_date == TODAY:
+            return None
+        if not re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", self.template_date):
+            raise ValueError(f"{self.template_date!r} is no date")
+        return date.fromisoformat(self.template_date)

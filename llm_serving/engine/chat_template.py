@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from typing import Any
 
 import jinja2
@@ -89,12 +90,14 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         values: Mapping[str, Any] | None = None,
         max_chars: int | None = None,
+        day: date | None = None,
         allowance: Allowance = WHOLE,
     ) -> str:
         """Returns the prompt as text that contains the special tokens. Encode this text with
         ``add_special_tokens=False``.
 
         ``tools`` are the functions that the model may call. ``values`` are additional variables for the template.
+        ``day`` is the date for templates that write one, or None for the present time.
         Raises RequestError if a value has the name of a variable that the server sets, or if there is no template.
         Also raises RequestError if the template refuses the messages, or if the prompt has more than ``max_chars``
         characters. Raises TemplateBudgetError if the template needs more than ``allowance``.
@@ -115,7 +118,7 @@ class ChatTemplate:
             _check_names(values or {}, variables)
             variables.update(values or {})
             budget = allowance.budget([*messages, *(tools or ())])
-            for piece in self._environment.pieces(self._template, budget, variables):
+            for piece in self._environment.pieces(self._template, budget, variables, day):
                 pieces.append(piece)
                 length += len(piece)
                 if max_chars is not None and length > max_chars:

@@ -13,7 +13,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator, Sized
-from datetime import datetime
+from datetime import date, datetime, time
 from functools import wraps
 from typing import Any, NoReturn, cast
 
@@ -66,7 +66,7 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             "cycler": jinja2.utils.Cycler,
             "joiner": jinja2.utils.Joiner,
             "raise_exception": _raise_exception,
-            "strftime_now": _strftime_now,
+            "strftime_now": lambda pattern: _strftime(pattern, self._local.day),
         }
 
     @property
@@ -85,13 +85,18 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """
         return self.from_string(_Charges(self).visit(self.parse(source)))
 
-    def pieces(self, template: jinja2.Template, budget: Budget, variables: dict[str, Any]) -> Iterator[str]:
-        """Yields the output of a template. The caller must not render another template in this thread meanwhile."""
-        self._local.budget = budget
+    def pieces(
+        self, template: jinja2.Template, budget: Budget, variables: dict[str, Any], day: date | None = None
+    ) -> Iterator[str]:
+        """Yields the output of a template. The caller must not render another template in this thread meanwhile.
+
+        The template's function ``strftime_now`` formats the start of ``day``, or the present time if it is None.
+        """
+        self._local.budget, self._local.day = budget, day
         try:
             yield from template.generate(variables)
         finally:
-            del self._local.budget
+            del self._local.budget, self._local.day
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         budget = self.budget
@@ -295,10 +300,10 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _strftime_now(pattern: str) -> str:
+def _strftime(pattern: str, day: date | None) -> str:
     if len(pattern) > CHARS_PER_STEP or re.search(r"%[^A-Za-z%]*\d", pattern):
         raise BudgetError("a pattern of strftime_now is too long or has a width")
-    return datetime.now().strftime(pattern)
+    return (datetime.now() if day is None else datetime.combine(day, time())).strftime(pattern)
 
 
 def _materialized(budget: Budget, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -70,6 +71,8 @@ class ServerSettings:
     """Name of the format of tool calls, see ``llm_serving.parsing.formats``."""
     reasoning_format: str = AUTO
     """Name of the format in which the model writes its reasoning."""
+    template_day: date | None = None
+    """The date that chat templates write into prompts. None means the present date."""
     log_prompts: bool = False
     cache_salt: str = "auto"
     """Which requests share blocks of the prefix cache. ``none``: all requests. ``tenant``: only requests with the same
@@ -129,6 +132,7 @@ class ServerSettings:
             structured_outputs=serving.structured_outputs,
             tool_format=serving.tool_format,
             reasoning_format=serving.reasoning_format,
+            template_day=serving.template_day,
             log_prompts=config.log_config.log_prompts,
             cache_salt=config.scheduler_config.cache_salt,
             hosts=_host_names(serving.server_ip, serving.allow_remote, serving.allowed_hosts or ()),

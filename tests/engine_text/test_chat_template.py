@@ -1,7 +1,7 @@
 """Compares the texts of chat templates with those of transformers. Hostile templates must be stopped."""
 
 import tracemalloc
-from datetime import datetime
+from datetime import date, datetime
 
 import jinja2.sandbox
 import pytest
@@ -57,6 +57,13 @@ def test_helpers_that_templates_expect():
     assert render("{% generation %}{{ bos_token }}{% endgeneration %}") == "<s>"
     assert render("{{ add_generation_prompt }}", add_generation_prompt=False) == "False"
     assert render("{{ tools is none and documents is none }}") == "True"
+
+
+def test_a_template_writes_the_given_date():
+    source = "{{ strftime_now('%d %b %Y, %H:%M') }}"
+    assert render(source, day=date(2024, 7, 6)) == "06 Jul 2024, 00:00"
+    template = ChatTemplate(source, {})
+    assert template.render([], day=date(2024, 7, 6)) != template.render([])
 
 
 def test_a_refusal_is_the_clients_error():

@@ -9,12 +9,24 @@ from typing import Any
 
 import pytest
 
+from llm_serving.config.serving_section import ServingConfig
 from llm_serving.engine.chat_template import ChatTemplate
-from support.http_server import HttpServer
+from llm_serving.engine.tokenizer import Tokenizer
+from support.fake_engine import FakeEngine
+from support.http_server import HttpServer, running
 
 TEMPLATE = (
     "{{ bos_token }}{% if enable_thinking is defined and not enable_thinking %}no {% endif %}{{ messages[0].content }}"
 )
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_the_config_fixes_the_date(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", ChatTemplate("{{ strftime_now('%d.%m.%Y') }}", {}))
+    serving = ServingConfig(template_date="2024-07-06")
+    with running(FakeEngine(tokenizer), template_day=serving.template_day) as server:
+        assert prompt_of(server, path, None) == "06.07.2024"
+    assert ServingConfig().template_day is None
 
 
 @pytest.fixture

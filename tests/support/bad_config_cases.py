@@ -440,6 +440,14 @@ CASES = [
         f"{FILE}: serving_config.kill_after_s = 45.0: must be at least 10 s more than serving_config.drain_timeout_s "
         "(60 s), or the supervisor kills the server before its requests have ended",
     ),
+    *(
+        Case(
+            f"a date that is none: {text}",
+            with_section(SERVING + f"{{template_date: {text}}}"),
+            f"{FILE}: serving_config.template_date = '{text}': must be today or a date, as 2026-01-31",
+        )
+        for text in ("2026-02-30", "2026-1-31", "2026-W05-1", "now")
+    ),
     Case(
         "port of administration and agent",
         with_section(SERVING + "{agent_ports: [9000], admin_port: 9000}"),

@@ -174,6 +174,7 @@ async def encode_chat(
         tools=tools,
         values=template_values,
         max_chars=max_chars(state),
+        day=state.settings.template_day,
     )
     text = None
     if is_short and state.renders_inline:
