@@ -16,7 +16,7 @@ The program needs an environment of its own:
         --template pythonic 3.2.jinja "vLLM, examples/tool_chat_template_llama3.2_pythonic.jinja"
 
 Each ``--template`` names a format, a file and its source. Only the rendered calls are stored, no template. The cases
-are in ``tests/support/call_cases.py``.
+are in ``tools/call_golden/cases.py``.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ import jinja2
 import jinja2.ext
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 
 from llm_serving.parsing.formats import OutputFormat  # noqa: E402
-from support.call_cases import CASES, TOOLS, Case  # noqa: E402
-from support.call_libraries import O200K, harmony_text, mistral_text  # noqa: E402
+from tools.call_golden.cases import CASES, TOOLS, Case  # noqa: E402
+from tools.call_golden.libraries import O200K, harmony_text, mistral_text  # noqa: E402
 
 OUTPUT = ROOT / "tests" / "golden" / "calls.json"
 TRL = {

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 
 from llm_serving.parsing.formats import NAME, TOOL_FORMATS  # noqa: E402
-from support.call_cases import CASES  # noqa: E402
-from support.call_libraries import O200K, harmony_calls, harmony_text, mistral_text  # noqa: E402
+from tools.call_golden.cases import CASES  # noqa: E402
+from tools.call_golden.libraries import O200K, harmony_calls, harmony_text, mistral_text  # noqa: E402
 
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "calls.json").read_text("utf-8"))
 

@@ -19,9 +19,9 @@ from llm_serving.constraints.grammar import REGEX, Grammar, schema_grammar
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
 from llm_serving.request import ConstraintError
-from support.call_cases import TOOLS as PUBLISHED_TOOLS
 from support.call_fixtures import WRITERS, fixtures_of
 from support.small_tokenizers import open_tokenizer, write_llama2_folder
+from tools.call_golden.cases import TOOLS as PUBLISHED_TOOLS
 
 WEATHER = {
     "type": "object",

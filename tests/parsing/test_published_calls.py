@@ -17,8 +17,8 @@ import pytest
 from llm_serving.parsing.events import collect
 from llm_serving.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
 from llm_serving.parsing.parser import OutputParser
-from support.call_cases import CASES
 from support.call_fixtures import OPTIONS
+from tools.call_golden.cases import CASES
 
 GOLDEN: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "golden" / "calls.json").read_text("utf-8"))
 BY_NAME = {case.name: case for case in CASES}

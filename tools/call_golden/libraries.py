@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from support.call_cases import Case
+from tools.call_golden.cases import Case
 
 O200K = "litellm/litellm_core_utils/tokenizers/fb374d419588a4632f3f557e76b4b70aebbca790"
 """Path of the vocabulary ``o200k_base`` in the package litellm. openai-harmony compares its SHA-256."""
