@@ -326,6 +326,11 @@ def test_calls_in_the_form_of_python(compiler: GrammarCompiler) -> None:
     wrong = [CallableTool("f", {"properties": {"a-b": {}}})]
     with pytest.raises(UnsupportedToolError, match="the name 'a-b' cannot be written"):
         answer_grammar({}, tool_format=TOOL_FORMATS["pythonic"], tools=wrong)
+    schema = {"properties": {"a-b": {}, "c": {"type": "integer"}}, "minProperties": 1}
+    lenient = [CallableTool("f", schema, is_lenient=True)]
+    language = Language(compiler, {}, tool_format=TOOL_FORMATS["pythonic"], tools=lenient, is_required=True)
+    assert "[f(c=1)]" in language
+    assert "[f(c=x)]" not in language
 
 
 def test_the_grammars_allow_published_calls(compiler: GrammarCompiler) -> None:
