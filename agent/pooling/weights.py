@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from agent.models.names import ignorable_suffixes, weight_specs
 from agent.weights.cuts import TensorCut
-from agent.weights.layout import WeightSpec
+from agent.weights.layout import WeightPart, WeightSpec
 from agent.weights.loader import open_weights
 from agent.weights.safetensors_file import SafetensorsFile
 from agent.weights.source import WeightSource
@@ -82,6 +82,8 @@ def read_pooling_weights(config: Config, pooling: Pooling) -> PoolingWeights:
     path = None if model.model_path is None else Path(model.model_path)
     seed = model.seed if model.load_format == "dummy" else None
     wanted, others = needed_specs(specs, ignorable, pooling)
+    if pooling.labels:  # a spec makes ``open_weights`` check that the layer has a row for each label
+        wanted = [*wanted, WeightSpec(CLASSES, (WeightPart(CLASSES, (len(pooling.labels), shape.hidden_size)),))]
     source = open_weights(path, wanted, seed=seed, ignorable=others)
     try:
         norm = np.empty(shape.hidden_size, np.float32)

@@ -22,6 +22,8 @@ def read_small_text(path: Path, max_bytes: int, error: type[LLMServingError]) ->
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as reason:
         raise error(f"{path}: cannot be read: {reason.strerror}") from reason
+    except ValueError as reason:  # the path has a null byte
+        raise error(f"{str(path)!r}: cannot be read: {reason}") from reason
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):

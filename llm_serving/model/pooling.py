@@ -353,9 +353,11 @@ def _prompts(folder: Path | None) -> dict[str, Any]:
     stated, default = values.get("prompts") or {}, values.get("default_prompt_name") or ""
     if not isinstance(stated, dict) or not all(isinstance(text, str) for text in stated.values()):
         raise CheckpointError(f"{file}: prompts must be an object of texts")
+    if not isinstance(default, str):
+        raise CheckpointError(f"{file}: default_prompt_name is {default!r}; it must be a text")
     if default and default not in stated:
         raise CheckpointError(f"{file}: default_prompt_name is {default!r}, and prompts has no such name")
     similarity = values.get("similarity_fn_name")
     if similarity not in (None, "cosine"):
         raise CheckpointError(f"{file}: similarity_fn_name is {similarity!r}; only cosine is supported")
-    return {"prompts": tuple(Prompt(name, text) for name, text in stated.items()), "default_prompt": str(default)}
+    return {"prompts": tuple(Prompt(name, text) for name, text in stated.items()), "default_prompt": default}

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from agent.pooling.pooler import POOLED, Pooler
-from agent.pooling.weights import DenseWeights, PoolingWeights
+from agent.pooling.weights import DenseWeights, PoolingWeights, read_pooling_weights
 from agent.step_inputs import StepInputs
-from llm_serving.errors import ProtocolError
+from llm_serving.errors import CheckpointError, ProtocolError
 from llm_serving.ipc.shm import NOT_FINITE, SlotLayout, SlotLimits, StepSlot
 from llm_serving.model.pooling import Pooling
+from support.embedding_folders import class_weights, write_classifier_folder
+from support.small_configs import small_config
 
 HIDDEN, WIDTH, ROWS = 40, 24, 4
 RANDOM = np.random.default_rng(3)
@@ -102,3 +106,20 @@ def test_a_mean_needs_every_token_of_its_sequence() -> None:
     step(pooler, [(1, STREAMS[2][:8], 0, False)])
     with pytest.raises(ProtocolError, match="row 1 has the sum of 8 tokens, and position 9 follows"):
         step(pooler, [(1, STREAMS[2][9:], 9, True)])
+
+
+@pytest.mark.parametrize("labels", [("good",), ("good", "bad", "ugly", "odd")])
+def test_a_classifier_needs_a_row_for_each_label(tmp_path: Path, labels: tuple[str, ...]) -> None:
+    """Missing rows must not become the content of memory that nobody has written."""
+    folder = write_classifier_folder(tmp_path / "model", ("good", "bad", "ugly"))
+    config = small_config(tmp_path, [f"model_config.model_path={folder}"])
+    assert config.pooling is not None
+    rows = read_pooling_weights(config, config.pooling).class_rows
+    assert np.array_equal(rows, class_weights(3, config.shape.hidden_size))  # type: ignore[arg-type]
+    values = json.loads((folder / "config.json").read_text())
+    names = {str(index): label for index, label in enumerate(labels)}
+    (folder / "config.json").write_text(json.dumps({**values, "id2label": names}))
+    config = small_config(tmp_path, [f"model_config.model_path={folder}"])
+    assert config.pooling is not None
+    with pytest.raises(CheckpointError, match=r"score\.weight"):
+        read_pooling_weights(config, config.pooling)

@@ -106,6 +106,7 @@ def test_a_reranker_takes_yes_and_no_from_the_tokenizer(tmp_path: Path) -> None:
         ([*MODULES, {"path": "x", "type": f"{TYPE}LSTM"}], None, "'LSTM' is not supported"),
         ([*MODULES, NORMALIZE, DENSE], None, "Dense follows Normalize"),
         ([MODULES[0], {"path": "../x", "type": f"{TYPE}Pooling"}], None, "not a folder inside"),
+        ([MODULES[0], {"path": "\0", "type": f"{TYPE}Pooling"}], None, "null byte"),
         (None, {"pooling_mode_max_tokens": True}, "max_tokens is not supported"),
         (None, {"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": True}, "is not supported"),
         (None, {"pooling_mode_mean_tokens": True, "include_prompt": False}, "include_prompt is false"),
@@ -116,6 +117,13 @@ def test_damaged_and_unknown_files_are_refused(
 ) -> None:
     with pytest.raises(CheckpointError, match=words):
         load(embedding_folder(tmp_path / "model", modules=modules, pooling=pooling))
+
+
+def test_the_name_of_the_default_prompt_must_be_a_text(tmp_path: Path) -> None:
+    folder = embedding_folder(tmp_path / "model")
+    write_json(folder / "config_sentence_transformers.json", {"prompts": {"a": "b"}, "default_prompt_name": ["a"]})
+    with pytest.raises(CheckpointError, match="must be a text"):
+        load(folder)
 
 
 def test_a_dense_layer_must_fit_the_model(tmp_path: Path) -> None:

@@ -12,23 +12,39 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from agent.models.names import weight_specs
+import numpy as np
+from PIL import Image
+from safetensors import TensorSpec, serialize_file
+
+from agent.models.names import ignorable_suffixes, weight_specs
+from agent.pooling.weights import read_pooling_weights
 from agent.weights import WeightSpec, load_weights, open_weights
 from llm_serving.engine.gguf_tokenizer import read_gguf_tokenizer
 from llm_serving.engine.tokenizer_backends import make_tokenizer
 from llm_serving.errors import LLMServingError
+from llm_serving.images.resizing import resized
+from llm_serving.images.tiling import cut
+from llm_serving.lora.peft import read_adapter
+from llm_serving.model.pooling import Pooling, read_classifier, read_pooling
 from llm_serving.model.quantization import checkpoint_quantization
 from llm_serving.model.shape import ModelShape
+from llm_serving.model.vision import read_processing
 from performance.models.folders import write_model
+from performance.models.qwen_vision import write_qwen_vision_model
+from performance.models.variants import FAMILY_VARIANTS
+from performance.models.vision import write_vision_model
 from support import gguf_files, quantised_folders
+from support.embedding_folders import write_classifier_folder, write_embedding_folder
 from support.fuzzing import Findings, peak_mib
 from support.gguf_models import GGUF_FAMILIES, write_gguf_model
 from support.gguf_tokenizers import write_byte_level_gguf, write_sentencepiece_gguf
+from support.lora_folders import random_adapter
 from support.model_folders import write_model_folder
 from support.mutations import mutate_bytes, mutate_value
-from support.quantised_folders import CASES, write_case
+from support.quantised_folders import CASES, LINEARS, float_tensors, write_case
 from support.small_tokenizers import (
     open_tokenizer,
     write_byte_level_folder,
@@ -69,6 +85,76 @@ def _quantised(case: str) -> Format:
         files or ("model.safetensors", "config.json"),
         lambda folder: _load(folder, quantised_folders.SPECS),
     )
+
+
+def _write_float8(folder: Path) -> None:
+    """Writes linear layers of 8-bit floats with a scale for each block of 6 rows and 48 columns."""
+    rng = np.random.default_rng(0)
+    arrays = {name: ("float16", array) for name, array in float_tensors().items()}
+    for name, (rows, columns) in LINEARS.items():
+        arrays[name] = ("float8_e4m3fn", rng.integers(0, 127, (rows, columns), np.uint8))
+        blocks = (-(-rows // 6), -(-columns // 48))
+        arrays[f"{name}_scale_inv"] = ("float32", rng.uniform(1e-5, 1e-2, blocks).astype(np.float32))
+    specs = {
+        name: TensorSpec(dtype=dtype, shape=array.shape, data_ptr=array.ctypes.data, data_len=array.nbytes)
+        for name, (dtype, array) in arrays.items()
+    }
+    serialize_file(specs, folder / "model.safetensors")
+    scheme = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [6, 48]}
+    (folder / "config.json").write_bytes(_json_bytes({"quantization_config": scheme}))
+
+
+def _load_model(folder: Path) -> None:
+    """Reads ``config.json`` and all weights that it names."""
+    shape = ModelShape.from_hf_folder(folder)
+    checkpoint_quantization(folder)
+    specs = [spec for spec in weight_specs(shape) if not spec.packed_only]
+    source = open_weights(folder, specs, seed=None, ignorable=ignorable_suffixes(shape))
+    try:
+        load_weights(specs, source, "float32", lambda done, of: None)
+    finally:
+        source.close()
+
+
+def _adapter() -> Format:
+    def write(folder: Path) -> None:
+        write_model_folder(folder / "model")
+        random_adapter(folder, ModelShape.from_hf_folder(folder / "model"))
+
+    def use(folder: Path) -> None:
+        read_adapter(folder, ModelShape.from_hf_folder(folder / "model"), max_rank=16, dtype="float32")
+
+    return Format(write, ("adapter_config.json", "adapter_model.safetensors"), use)
+
+
+def _pooling(
+    write: Callable[[Path], object], files: tuple[str, ...], read: Callable[[Path, int], Pooling]
+) -> Format:
+    def use(folder: Path) -> None:
+        shape = ModelShape.from_hf_folder(folder)
+        pooling = read(folder, shape.hidden_size)
+        model = SimpleNamespace(model_path=str(folder), load_format="safetensors", seed=0)
+        config: Any = SimpleNamespace(shape=shape, model_config=model)
+        read_pooling_weights(config, pooling)
+
+    return Format(write, files, use)
+
+
+def _images(write: Callable[[Path], object]) -> Format:
+    """Returns the format of a model that reads images. A case also prepares an image."""
+
+    def use(folder: Path) -> None:
+        shape = ModelShape.from_hf_folder(folder)
+        if shape.vision is None:
+            return
+        processing = read_processing(folder, shape.vision, max_tile_pixels=1 << 16)
+        image = Image.new("RGB", (60, 40))
+        if shape.vision.image_size:
+            cut(image, processing, shape.vision.image_size)
+        else:
+            resized(image, shape.vision, processing, "image", is_small=False)
+
+    return Format(write, ("preprocessor_config.json", "config.json"), use)
 
 
 def _gguf(kind: int) -> Format:
@@ -144,6 +230,30 @@ FORMATS: dict[str, Format] = {
     "gptq": _quantised("gptq4 asymmetric"),
     "awq": _quantised("awq"),
     "compressed-tensors": _quantised("w4a16 asymmetric"),
+    "fp8": Format(
+        _write_float8, ("model.safetensors", "config.json"), lambda folder: _load(folder, quantised_folders.SPECS)
+    ),
+    "mxfp4": Format(
+        lambda folder: write_model(FAMILY_VARIANTS["gpt_oss_mxfp4"], folder),
+        ("model.safetensors", "config.json"),
+        _load_model,
+    ),
+    "lora": _adapter(),
+    "embeddings": _pooling(
+        lambda folder: write_embedding_folder(folder, "mean_tokens", dense=True, dimensions=(16, 48), prompts=True),
+        (
+            *("modules.json", "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"),
+            *("config_sentence_transformers.json", "config.json", "model.safetensors"),
+        ),
+        lambda folder, hidden: read_pooling(folder, hidden, None),
+    ),
+    "classifier": _pooling(
+        lambda folder: write_classifier_folder(folder, ("good", "bad", "ugly")),
+        ("config.json", "model.safetensors"),
+        lambda folder, hidden: read_classifier(folder),
+    ),
+    "images smolvlm": _images(write_vision_model),
+    "images qwen": _images(write_qwen_vision_model),
     "model-slim static": _quantised("slim w8a8 static"),
     "model-slim int4": _quantised("slim w4a16"),
     "gguf q4_0": _gguf(gguf_files.Q4_0),
