@@ -251,7 +251,10 @@ def test_all_problems_are_listed_together_with_value_and_remedy(
         ({"load_checkpoint": "llama.ckpt"}, 'load_checkpoint = "llama.ckpt": is a file of weights'),
         ({"eos_token_id": [1, 2]}, "eos_token_id = [1, 2]: must be an integer"),
         ({"max_queue_delay_microseconds": "5"}, 'max_queue_delay_microseconds = "5": must be a number'),
-        ({"max_queue_delay_microseconds": 1e9}, "max_queue_delay_microseconds = 1000000000.0: must be at most 60"),
+        ({"max_queue_delay_microseconds": 1e9}, "microseconds = 1000000000.0: must be 0 to 60000000 microsec"),
+        ({"max_queue_delay_microseconds": -1}, "microseconds = -1: must be 0 to 60000000 microseconds"),
+        ({"max_queue_delay_microseconds": 10**400}, "...: must be 0 to 60000000 microseconds"),
+        ({"step_timeout": 10**400}, "...: must be a finite number"),
         ({"database": {"port": 5432}}, "database.port = 5432: the table of names does not have this name"),
     ],
 )
@@ -485,6 +488,40 @@ def test_a_relative_path_is_searched_in_the_folder_of_the_file(tmp_path: Path) -
     assert config.tokenizer_file == str(tmp_path / "weights" / "tokenizer.json")
 
 
+def test_symbolic_links_stay_in_the_config(tmp_path: Path) -> None:
+    """The targets of links change: of ``current`` with each model, of a certificate with each renewal."""
+    (tmp_path / "archive").mkdir()
+    (tmp_path / "live").mkdir()
+    for name in ("cert", "key"):
+        (tmp_path / "archive" / f"{name}1.pem").write_text("x")
+        (tmp_path / "live" / f"{name}.pem").symlink_to(f"../archive/{name}1.pem")
+    (tmp_path / "current").symlink_to(TINY_LLAMA)
+    key = str(tmp_path / "live" / "key.pem")
+    imported(tmp_path, {"model_path": "current", "tls_cert": "live/cert.pem", "tls_key": key})
+    sections = read_yaml_mapping(tmp_path / "chat.yaml")
+    assert sections["model_config"]["model_path"] == str(tmp_path / "current")
+    assert sections["serving_config"] == {
+        "tls_cert": str(tmp_path / "live" / "cert.pem"),
+        "tls_key": key,
+        "agent_ports": [0],
+    }
+
+
+def test_a_link_to_the_file_belongs_to_the_folder_of_the_link(tmp_path: Path) -> None:
+    """In a snapshot of a model store, each file is a link to a folder without names."""
+    snapshot, blobs = tmp_path / "snapshot", tmp_path / "blobs"
+    snapshot.mkdir()
+    blobs.mkdir()
+    (blobs / "1f").write_text(json.dumps({"task": "chat"}))
+    (snapshot / "configuration.json").symlink_to(blobs / "1f")
+    for path in TINY_LLAMA.iterdir():
+        (snapshot / path.name).symlink_to(path)
+    output = tmp_path / "chat.yaml"
+    assert main([str(snapshot / "configuration.json"), "--output", str(output)]) == 0
+    assert read_yaml_mapping(output)["model_config"]["model_path"] == str(snapshot)
+    assert f'from "{snapshot / "configuration.json"}".\n' in output.read_text()
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
@@ -587,14 +624,26 @@ def test_secrets_are_never_shown(tmp_path: Path, capsys: pytest.CaptureFixture[s
         "db": {"passWord": "hunter2"},
         "server": {"api_key": "hunter2"},
         "x": {"client-secret": ["hunter2"]},
+        "hf_token": "hunter2",
+        "hub": {"apiToken": "hunter2", "tokens": ["hunter2"], "endpoint_token": "hunter2"},
+        "token": {"value": "hunter2"},
+        "auth": {"passphrase": "hunter2"},
+        "users": [{"token": "hunter2"}],
     }
     error = refused(tmp_path, capsys, document, *MODEL)
-    assert "4 of 4 settings cannot be imported" in error
-    assert error.count("= (hidden): ") == 4
+    assert "11 of 11 settings cannot be imported" in error
+    assert error.count("= (hidden): ") == 11
     assert "hunter2" not in error
     options = [word for name in document for word in ("--ignore", name)]
     imported(tmp_path, document, *MODEL, *options)
     assert "hunter2" not in (tmp_path / "chat.yaml").read_text() + capsys.readouterr().err
+
+
+def test_tokens_of_a_text_are_no_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("end_token", "eosToken", "pad_token", "stop_tokens", "additional_special_tokens", "skip_special_tokens")
+    names += ("max_token", "max_new_tokens", "min_tokens", "num_batched_tokens", "token_timeout", "tokenizer")
+    document = {"x": {name: [["shown"]] for name in names}}
+    assert refused(tmp_path, capsys, document, *MODEL).count('= [["shown"]]: ') == len(names)
 
 
 def test_the_program_prints_the_config_and_needs_no_mindspore(tmp_path: Path) -> None:

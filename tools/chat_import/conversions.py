@@ -11,6 +11,8 @@ from pathlib import PurePath
 
 MAX_PORT = 65535
 """Largest port number."""
+MAX_MICROSECONDS = 60_000_000
+"""Maximum of a time in microseconds. The key accepts up to 60 s."""
 _WEIGHT_FILES = (".ckpt", ".mindir", ".ms", ".pt", ".pth", ".bin", ".safetensors")
 """Endings of files that are not a whole model."""
 
@@ -47,6 +49,8 @@ def _model_path(value: object) -> object:
 def _seconds(value: object) -> object:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise WrongValueError("must be a number of microseconds")
+    if not 0 <= value <= MAX_MICROSECONDS:  # a division of a larger integer may overflow
+        raise WrongValueError(f"must be 0 to {MAX_MICROSECONDS} microseconds")
     return value / 1_000_000
 
 

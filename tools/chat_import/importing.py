@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import typing
 from collections.abc import Mapping, Sequence
@@ -112,7 +113,7 @@ def check_key(key: str) -> None:
 
 
 def import_settings(settings: Sequence[Setting], options: Options, folder: Path) -> Import:
-    """Returns the keys and values of the settings. ``folder`` is the folder of the file.
+    """Returns the keys and values of the settings. ``folder`` is the absolute path of the file's folder.
 
     Raises ImportFailedError if ``--map`` or ``--ignore`` names no setting.
     """
@@ -248,13 +249,14 @@ def _checked(setting: Setting, key: str, conversion: Conversion) -> object:
 
 
 def _in_folder(key: str, value: object, folder: Path) -> object:
-    """Returns the absolute path of a file or folder next to the ``configuration.json``, or else the value."""
+    """Returns the absolute path of a file or folder next to the ``configuration.json``, or else the value.
+
+    Symbolic links stay in the path, because their targets change, for example when a certificate is renewed.
+    """
     if key not in PATH_KEYS or not isinstance(value, str):
         return value
-    try:
-        return str((folder / value).resolve(strict=True))
-    except OSError:  # the file does not exist, or its name is too long
-        return value
+    path = str(folder / value)
+    return path if os.path.exists(path) else value
 
 
 def _divide_devices(result: Import, given: Mapping[str, object]) -> None:

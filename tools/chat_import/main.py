@@ -109,7 +109,7 @@ def _names(options: argparse.Namespace) -> Options:
 
 def _run(file: Path, output: Path | None, names: Options, *, force: bool) -> int:
     settings = read_settings(file)
-    folder = file.resolve().parent
+    folder = file.absolute().parent  # a link to the file can be in a model folder
     result = import_settings(settings, names, folder)
     if result.problems:
         print(_report(file, settings, result), file=sys.stderr)

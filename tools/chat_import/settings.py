@@ -19,8 +19,17 @@ MAX_SHOWN_CHARS = 200
 """Maximum number of characters of a value in messages and in the comment of the config."""
 HIDDEN = "(hidden)"
 """Stands for a secret in messages and in the comment of the config."""
-_SECRET = re.compile("password|passwd|pwd|secret|apikey|accesskey|credential|privatekey|authtoken|accesstoken|bearer")
+_SECRET = re.compile(
+    "password|passwd|passphrase|pwd|secret|apikey|accesskey|credential|privatekey|authtoken|accesstoken|bearer"
+)
 """Part of a name whose value is never shown, without ``_`` and in lower case."""
+_TOKEN = re.compile(r"tokens?(\[\d+\])?$")
+"""End of a name that may be an access token, in the same form."""
+_TEXT_TOKEN = re.compile(
+    r"((begin|end|bos|eos|pad|unk|cls|sep|mask|image|stop|max|(additional|skip)?special)tokens?|(max|min|num)\w*tokens)"
+    r"(\[\d+\])?"
+)
+"""Name of a token of a text, or of a number of tokens, in the same form."""
 
 
 class ImportFailedError(LLMServingError):
@@ -40,7 +49,8 @@ class Setting:
 
     @property
     def is_secret(self) -> bool:
-        return _SECRET.search(plain(self.path)) is not None
+        path = plain(self.path)
+        return _SECRET.search(path) is not None or any(map(_is_access_token, path.split(".")))
 
     @property
     def shown_value(self) -> str:
@@ -59,6 +69,10 @@ class Setting:
     def is_within(self, name: str) -> bool:
         """Returns True if an option means this setting or an object around it."""
         return self.is_named(name) or self.path.startswith((f"{name}.", f"{name}["))
+
+
+def _is_access_token(name: str) -> bool:
+    return _TOKEN.search(name) is not None and _TEXT_TOKEN.fullmatch(name) is None
 
 
 def shown(value: object) -> str:

@@ -45,7 +45,7 @@ _Dumper.add_representer(str, _text)
 
 
 def with_defaults(result: Import, given: Mapping[str, object], folder: Path) -> dict[str, object]:
-    """Returns all keys of the config with their values. ``given`` are those of ``--set``.
+    """Returns all keys of the config with their values. ``given`` are those of ``--set``. ``folder`` is absolute.
 
     If there is no model path, and the folder of the file is a model folder, that folder is the model. ModelScope's
     ``configuration.json`` is in the model folder.
@@ -53,14 +53,14 @@ def with_defaults(result: Import, given: Mapping[str, object], folder: Path) -> 
     values = {**DEFAULTS, **result.values, **given}
     stated = (MODEL_PATH, "model_config.model_cfg_path")
     if not any(key in values for key in stated) and (folder / "config.json").is_file():
-        values[MODEL_PATH] = str(folder.resolve())
+        values[MODEL_PATH] = str(folder)
         result.notes.append(f"{MODEL_PATH} = {shown(values[MODEL_PATH])}: the folder of the file, which has a model")
     return values
 
 
 def config_text(source: Path, result: Import, values: Mapping[str, object], given: Mapping[str, object]) -> str:
     """Returns the YAML. Its comment names the source, and lists each imported name with key and value."""
-    comment = [f"Made by tools/import_chat_configuration.py from {json.dumps(str(source.resolve()))}.", "Imported:"]
+    comment = [f"Made by tools/import_chat_configuration.py from {json.dumps(str(source.absolute()))}.", "Imported:"]
     for key, origins in result.origins.items():
         for each in origins:
             comment.append(f"  {each.shown_path} -> {key} = {HIDDEN if each.is_secret else shown(values[key])}")

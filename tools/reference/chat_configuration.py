@@ -47,7 +47,7 @@ servers: MindFormers' chat server and model configs, MindSpore llm-serving, Mind
 """
 LIMITS = f"""\
 - **Limits.** The file has at most {MAX_BYTES} bytes of UTF-8 and {MAX_DEPTH} nested levels, and no repeated keys.
-  Passwords and API keys are never shown.
+  Passwords, API keys and access tokens are never shown.
 
 Keys that the file does not state get these values, if they are not set:
 
