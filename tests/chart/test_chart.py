@@ -1,13 +1,14 @@
 """Tests of the Helm chart, without Helm and without a cluster. ``make test-chart`` runs them.
 
-Go's template engine renders the templates, as in Helm. The chart uses only functions of that engine, so Helm's own
-functions are not needed. ``kubernetes-validate`` has the schemas of the Kubernetes API and refuses unknown fields.
-``cloudcoil`` has models of the kinds of KEDA and of the Prometheus operator, made from their schemas.
+Go's template engine renders the templates, as in Helm. Of Helm's own functions, the chart uses only ``fail``. Here, it
+prints a line that these tests find. ``kubernetes-validate`` has the schemas of the Kubernetes API and refuses unknown
+fields. ``cloudcoil`` has models of the kinds of KEDA and of the Prometheus operator, made from their schemas.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,8 @@ MODELS = {"ServiceMonitor": prometheus_operator.ServiceMonitor, "ScaledObject": 
 """Models of kinds of other projects. Kubernetes' schemas do not have these kinds."""
 UNCHECKED_KINDS = {"InferencePool"}
 """Kinds without a schema. No package has one."""
+FAILED = "FAILED: "
+"""Start of the line that ``fail`` prints."""
 RENDER = "import sys, go_template; go_template.render_template(sys.argv[1], sys.argv[2], '')"
 EVERYTHING = {
     "image": {"tag": "2.0", "pullSecrets": ["registry"]},
@@ -71,9 +74,13 @@ def changed(changes: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def manifests(folder: Path, changes: dict[str, Any]) -> list[dict[str, Any]]:
+class FailedError(Exception):
+    """Raised if a template calls ``fail``."""
+
+
+def manifests(folder: Path, changes: dict[str, Any], release: str = "chat") -> list[dict[str, Any]]:
     """Renders the chart with changed values and returns its manifests. Checks the values against the schema first, as
-    Helm does.
+    Helm does. Raises FailedError if a template calls ``fail``.
     """
     values = changed(changes)
     jsonschema.validate(values, SCHEMA)
@@ -82,15 +89,19 @@ def manifests(folder: Path, changes: dict[str, Any]) -> list[dict[str, Any]]:
         yaml.safe_dump(
             {
                 "Values": values,
-                "Release": {"Name": "chat", "Namespace": "models"},
+                "Release": {"Name": release, "Namespace": "models"},
                 "Chart": {"Name": ABOUT["name"], "AppVersion": ABOUT["appVersion"]},
             }
         )
     )
     found = []
     for template in sorted((CHART / "templates").glob("*.yaml")):
-        done = subprocess.run([sys.executable, "-c", RENDER, template, data], capture_output=True, text=True)
+        copied = folder / template.name
+        copied.write_text(template.read_text().replace("{{- fail (", f'{{{{- printf "\\n{FAILED}%s\\n" ('))
+        done = subprocess.run([sys.executable, "-c", RENDER, copied, data], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+        if failed := re.search(f"^{FAILED}(.*)", done.stdout, re.MULTILINE):
+            raise FailedError(failed[1])
         assert "<no value>" not in done.stdout
         found += [one for one in yaml.safe_load_all(done.stdout) if one is not None]
     return found
@@ -319,6 +330,36 @@ def test_wrong_values_are_refused_by_name(tmp_path, changes, named):
         manifests(tmp_path, changes)
     path = ".".join(str(part) for part in refused.value.absolute_path)
     assert named in f"{path} {refused.value.message}"
+
+
+def with_pools(*pools: dict[str, Any]) -> dict[str, Any]:
+    return {"agentPool": {"enabled": True, "pools": list(pools)}}
+
+
+@pytest.mark.parametrize(("fewest", "most"), [(3, 2), (10, 9), (2.0, 1), (100, 99.0)])
+def test_a_pool_cannot_keep_more_pods_than_it_may_have(tmp_path, fewest, most):
+    """Helm has numbers of a file as floats, and numbers of ``--set`` as integers."""
+    changes = with_pools({"name": "b", "replicas": 1}, {"name": "a", "replicas": most, "minReplicas": fewest})
+    problem = f"agentPool.pools: a: minReplicas is {fewest:.0f}; it must be at most replicas, which is {most:.0f}"
+    with pytest.raises(FailedError, match=f"^{problem}$"):
+        manifests(tmp_path, changes)
+
+
+@pytest.mark.parametrize(("fewest", "most"), [(2, 2), (2, 10), (9, 10.0), (99, 256), (0, 1)])
+def test_a_pool_can_keep_all_its_pods(tmp_path, fewest, most):
+    found = manifests(tmp_path, with_pools({"name": "a", "replicas": most, "minReplicas": fewest}))
+    spec = by_kind(found, "ScaledObject", "chat-agents-a")["spec"]
+    assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (fewest, most)
+
+
+@pytest.mark.parametrize("pools", [({"name": "short", "replicas": 1}, {"name": "p" * 32, "replicas": 1}), ()])
+def test_the_name_of_a_stateful_set_fits_the_label_of_its_pods(tmp_path, pools):
+    """The label has the name, "-" and a hash of 10 characters. A label has at most 63 characters."""
+    end = "-agents" + "".join(f"-{pool['name']}" for pool in pools[1:])
+    release = "r" * (63 - 11 - len(end))
+    assert by_kind(manifests(tmp_path, with_pools(*pools), release), "StatefulSet", release + end)
+    with pytest.raises(FailedError, match=f"^the StatefulSet r{release}{end} has a name of 53 characters; at most 52"):
+        manifests(tmp_path, with_pools(*pools), f"r{release}")
 
 
 def test_every_value_is_used():
