@@ -48,6 +48,11 @@ def test_the_page_of_files_has_every_limit_and_time() -> None:
     assert [name for name in [*limits, "MIN_MATCH", "MAX_MATCH", "kSpinTime"] if f"`{name}`" not in page] == []
 
 
+def test_the_page_of_files_has_no_marks_of_comments() -> None:
+    rows = (DOCS / "files.md").read_text().splitlines()
+    assert not [row for row in rows if row.startswith("| `") and ("*/}" in row or "{{" in row)]
+
+
 def test_every_setting_has_a_row() -> None:
     page = (DOCS / "configuration.md").read_text("utf-8")
     names = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]

@@ -71,7 +71,7 @@ def _description(path: Path, text: str) -> str:
     mark = r"(?:#|\{\{-?\s*/\*)" if path.suffix == ".yaml" else "//"
     lines = re.match(rf"(?:\s*\{{\{{[^}}]*\}}\}}\n)?((?:[ \t]*{mark}[^\n]*\n)+)", text)
     if lines is not None:
-        return re.sub(rf"(?m)^\s*{mark}+ ?", "", lines[1])
+        return re.sub(rf"(?m)^\s*{mark}+ ?|\s*\*/\s*-?\}}\}}$", "", lines[1])
     if path.suffix == ".cc" and (header := path.with_suffix(".h")).is_file():
         return f"Implements `{header.name}`. {_description(header, header.read_text(encoding='utf-8'))}"
     kind = re.search(r"(?m)^(?:kind|description): (.*)$", text)
