@@ -188,7 +188,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--pool", default="", metavar="NAME", help="only serve replicas of this pool by prompt length "
-        "(parallel_config.pools of the server; default: of any pool)"
+        "(parallel_config.pools of the server; default: of the pools that no node names)"
     )  # fmt: skip
     parser.add_argument(
         "--with-stdin", action="store_true", help="end when standard input ends, so that the process never outlives "

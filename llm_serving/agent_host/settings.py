@@ -26,7 +26,7 @@ class NodeSettings:
     """Number of the first device of the agents. None: the number in the server's config."""
     agent_module: str = "agent"
     pool: str = ""
-    """The pool by prompt length whose replicas the node serves. Empty: replicas of any pool."""
+    """The pool by prompt length whose replicas the node serves. Empty: of the pools that no node names."""
 
 
 def config_of_node(config: Config, settings: NodeSettings) -> Config:

@@ -109,7 +109,7 @@ class Welcome(LinkMessage, frozen=True, tag="welcome"):
     """The source of ``memory_bytes``, as a text: the machine's free memory, or the limit of its control group."""
     cores: UInt
     pool: ShortText = ""
-    """The pool by prompt length whose replicas the node serves (``--pool``). Empty: replicas of any pool."""
+    """The pool by prompt length whose replicas the node serves (``--pool``). Empty: the pools that no node names."""
 
 
 class Refused(LinkMessage, frozen=True, tag="refused"):

@@ -90,7 +90,10 @@ class Node:
 
     @property
     def prompt_pool(self) -> str:
-        """The pool by prompt length that the node named when it was linked last. Empty: the node serves all pools."""
+        """The pool by prompt length that the node named when it was linked last.
+
+        Empty: the node serves the pools that no node names.
+        """
         return "" if self.welcome is None else self.welcome.pool
 
     def describe(self) -> dict[str, object]:
