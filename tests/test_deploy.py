@@ -71,12 +71,13 @@ def test_the_readiness_probe_asks_whether_the_server_is_ready():
 
 
 def test_systemd_never_stops_restarting_the_server():
+    """A healthy run does not reset systemd's count of restarts. So the longest pause also follows a rare failure."""
     section = UNIT.partition("[Unit]")[2].partition("[Service]")[0]
     assert "StartLimitIntervalSec=0" in section.splitlines()
     service = dict(re.findall(r"^(Restart\w*)=(.+)$", UNIT, re.MULTILINE))
     assert service["Restart"] == "on-failure"
     assert int(service["RestartSteps"]) > 0
-    assert (service["RestartSec"], service["RestartMaxDelaySec"]) == ("1", "60")
+    assert (service["RestartSec"], service["RestartMaxDelaySec"]) == ("1", "15")
 
 
 def test_the_chart_has_the_version_and_a_configuration_of_the_server():
