@@ -7,32 +7,8 @@ from dataclasses import replace
 
 from agent.weights import WeightPart, WeightSpec
 from agent.weights.layout import RowsOf, rows_of
-from llm_serving.model.gated_delta import TEXT_BESIDE_ENCODER, GatedDelta
+from llm_serving.model.gated_delta import GatedDelta
 from llm_serving.model.shape import ModelShape
-
-ENCODER = "model.visual."
-"""The prefix of the names of the tensors of Qwen3.5's vision encoder."""
-_MODEL = "model."
-
-
-def beside_encoder(spec: WeightSpec) -> WeightSpec:
-    """Returns ``spec`` with the tensor names of a checkpoint that also has a vision encoder.
-
-    A vision encoder changes the prefix of the text model's tensors. ``spec`` has the names of a checkpoint without a
-    vision encoder.
-    """
-
-    def renamed(part: WeightPart) -> WeightPart:
-        if not part.name.startswith(_MODEL):
-            return part
-        place, stacked = part.rows_of, part.stacked
-        if place is not None:
-            place = replace(place, name=place.name.replace(_MODEL, TEXT_BESIDE_ENCODER, 1))
-        if stacked is not None:
-            stacked = replace(stacked, name=stacked.name.replace(_MODEL, TEXT_BESIDE_ENCODER, 1))
-        return replace(part, name=part.name.replace(_MODEL, TEXT_BESIDE_ENCODER, 1), rows_of=place, stacked=stacked)
-
-    return replace(spec, parts=tuple(map(renamed, spec.parts)))
 
 
 def delta_specs(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightSpec]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from agent.models.delta_names import ENCODER, beside_encoder, delta_specs, prediction_names
+from agent.models.delta_names import delta_specs, prediction_names
 from agent.vision.names import vision_tensors
 from agent.weights import WeightPart, WeightSpec
 from agent.weights.layout import HeadRows, RowsOf, StackedIn, rows_of
@@ -30,6 +30,8 @@ class ExpertNames:
     """
 
 
+_MODEL = "model."
+"""The prefix of the tensors of a checkpoint without an encoder."""
 _USUAL = ExpertNames()
 _EXPERT_NAMES = {
     "MixtralForCausalLM": ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
@@ -65,7 +67,8 @@ def weight_specs(shape: ModelShape) -> list[WeightSpec]:
     specs.append(WeightSpec("lm_head.weight", (output,), "linear", packed_only=shape.shares_output))
     if shape.vision is not None:
         return [_of_text_model(spec, shape.vision.text_prefix) for spec in specs]
-    return [beside_encoder(spec) for spec in specs] if shape.beside_encoder else specs
+    encoder = shape.encoder_beside
+    return specs if encoder is None else [_beside_encoder(spec, encoder.text_prefix) for spec in specs]
 
 
 def ignorable_suffixes(shape: ModelShape) -> tuple[str, ...]:
@@ -78,11 +81,31 @@ def ignorable_suffixes(shape: ModelShape) -> tuple[str, ...]:
     either.
     """
     names = ("rotary_emb.inv_freq", *_extra_names(shape))
-    if shape.beside_encoder:
-        names = (*names, ENCODER)
+    if shape.encoder_beside is not None:
+        names = (*names, *shape.encoder_beside.encoder_prefixes)
     if shape.vision is not None:
         names = (*names, *vision_tensors(shape.vision, shape.hidden_size))
     return (*names, "lm_head.weight") if shape.tie_word_embeddings else names
+
+
+def _beside_encoder(spec: WeightSpec, prefix: str) -> WeightSpec:
+    """Returns ``spec`` with the tensor names of a checkpoint that also has a vision encoder that is not loaded.
+
+    ``prefix`` is the prefix of the names of the text model's tensors. ``spec`` has the names of a checkpoint without a
+    vision encoder.
+    """
+
+    def renamed(part: WeightPart) -> WeightPart:
+        if not part.name.startswith(_MODEL):
+            return part
+        place, stacked = part.rows_of, part.stacked
+        if place is not None:
+            place = replace(place, name=place.name.replace(_MODEL, prefix, 1))
+        if stacked is not None:
+            stacked = replace(stacked, name=stacked.name.replace(_MODEL, prefix, 1))
+        return replace(part, name=part.name.replace(_MODEL, prefix, 1), rows_of=place, stacked=stacked)
+
+    return replace(spec, parts=tuple(map(renamed, spec.parts)))
 
 
 def _of_text_model(spec: WeightSpec, prefix: str) -> WeightSpec:

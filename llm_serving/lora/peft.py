@@ -21,7 +21,7 @@ from llm_serving.errors import AdapterError, CheckpointError
 from llm_serving.formats.safetensors_index import TensorInfo, read_index
 from llm_serving.lora.peft_config import ALL_LINEAR, PeftConfig, read_peft_config
 from llm_serving.lora.targets import Target, largest_adapter, lora_targets
-from llm_serving.model.gated_delta import TEXT_BESIDE_ENCODER
+from llm_serving.model.families import LANGUAGE_MODEL
 from llm_serving.model.shape import ModelShape
 
 Array = npt.NDArray[Any]
@@ -90,8 +90,7 @@ def read_adapter(folder: Path, shape: ModelShape, *, max_rank: int, dtype: str) 
         start, tensors = read_index(folder / WEIGHTS_FILE, content, len(content))
     except CheckpointError as problem:
         raise AdapterError(f"{problem}.") from None
-    if _has_stored_names(shape, tensors):
-        targets = {target.name: target for target in targets.values()}
+    targets = _as_named(shape, tensors, targets)
     pairs = _pairs(tensors, targets)
     _check_targets(config, pairs, targets)
     reader = _Reader(content, start, config, max_rank, dtype)
@@ -101,15 +100,21 @@ def read_adapter(folder: Path, shape: ModelShape, *, max_rank: int, dtype: str) 
     return LoraAdapter(digest.digest(), modules)
 
 
-def _has_stored_names(shape: ModelShape, tensors: dict[str, TensorInfo]) -> bool:
-    """Returns True if an adapter has the layer names of the checkpoint, and not those of the modules in transformers.
+def _as_named(shape: ModelShape, tensors: dict[str, TensorInfo], targets: dict[str, Target]) -> dict[str, Target]:
+    """Returns ``targets`` by the names that an adapter uses.
 
-    This is the case for adapters of Qwen2.5-VL that were trained with transformers before version 4.52. It is also the
-    case for adapters of Qwen3.5 that were trained on the model with its image encoder.
+    Adapters of Qwen2.5-VL that were trained with transformers before version 4.52 use the names of the checkpoint, and
+    not those of the modules in transformers. An adapter of a text model beside an encoder may have been trained on the
+    text model, or on the whole model. Then the names are those of the checkpoint, or begin with ``LANGUAGE_MODEL``.
     """
-    if shape.vision is not None:
-        return not any(shape.vision.text_module in name for name in tensors)
-    return shape.beside_encoder and any(TEXT_BESIDE_ENCODER in name for name in tensors)
+    if shape.vision is not None and not any(shape.vision.text_module in name for name in tensors):
+        return {target.name: target for target in targets.values()}
+    if shape.encoder_beside is not None:
+        stored = shape.encoder_beside.text_prefix
+        for prefix in (stored, LANGUAGE_MODEL):
+            if any(prefix in name for name in tensors):
+                return {prefix + target.name.removeprefix(stored): target for target in targets.values()}
+    return targets
 
 
 def _read_file(folder: Path, max_bytes: int) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llm_serving.model.families import FAMILIES
-from llm_serving.model.gated_delta import TEXT_BESIDE_ENCODER
 from llm_serving.model.shape import ModelShape
 
 ADAPTED_FAMILIES = frozenset(
@@ -45,8 +44,8 @@ def lora_targets(shape: ModelShape) -> dict[str, Target]:
     """
     vision = shape.vision
     prefix, module = ("model.", "model.") if vision is None else (vision.text_prefix, vision.text_module)
-    if shape.beside_encoder:
-        prefix = TEXT_BESIDE_ENCODER
+    if shape.encoder_beside is not None:
+        prefix = shape.encoder_beside.text_prefix
     layers = range(shape.num_layers)
     targets = [each for layer in layers for each in _of_layer(shape, f"{prefix}layers.{layer}", layer)]
     return {module + target.name.removeprefix(prefix): target for target in targets}

@@ -46,6 +46,25 @@ class ExpertKeys:
     """
 
 
+LANGUAGE_MODEL = "model.language_model."
+"""Prefix of the modules of a text model in transformers if the model also has an encoder of images."""
+
+
+@dataclass(frozen=True, slots=True)
+class BesideEncoder:
+    """Describes folders that have an image encoder in addition to a text model (``text_config``).
+
+    Only the text model is used. In folders without an encoder, the names of its tensors begin with ``model.``.
+    """
+
+    architecture: str
+    """The name in ``architectures`` of ``config.json``."""
+    text_prefix: str
+    """Prefix of the names of the text model's tensors."""
+    encoder_prefixes: tuple[str, ...]
+    """Prefixes of the names of all other tensors. They are not loaded."""
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """The differences of a model family from a Llama. CONTRIBUTING.md has the steps to add a family."""
@@ -72,9 +91,8 @@ class Family:
     """If True, the model has the parts that ``llm_serving.model.gemma.Gemma`` describes."""
     gpt_oss: bool = False
     """If True, attention has sinks, and ``llm_serving.model.gpt_oss`` has the defaults of ``config.json``."""
-    beside_encoder: str = ""
-    """Architecture name of folders that have an image encoder in addition to a text model of this family
-    (``text_config``). Only the text model is used. "": the family has none of these folders."""
+    beside_encoder: BesideEncoder | None = None
+    """The folders that have an image encoder in addition to a text model of this family. None if there are none."""
     hybrid: bool = False
     """If True, most layers have Gated DeltaNet (``llm_serving.model.gated_delta``). The other layers have full
     attention with an output gate."""
@@ -97,7 +115,18 @@ FAMILIES = {
         ),
         Family("Qwen2ForCausalLM", "qwen2", biases="query_key_value", window="switched"),
         Family("Qwen3ForCausalLM", "qwen3", query_key_norm=True, window="switched", head_dim=128),
-        Family("Gemma3ForCausalLM", "gemma3_text", query_key_norm=True, window="always", gemma=True),
+        Family(
+            "Gemma3ForCausalLM",
+            "gemma3_text",
+            query_key_norm=True,
+            window="always",
+            gemma=True,
+            beside_encoder=BesideEncoder(
+                "Gemma3ForConditionalGeneration",
+                "language_model.model.",
+                ("vision_tower.", "multi_modal_projector."),
+            ),
+        ),
         Family("Phi3ForCausalLM", "phi3", window="always", partial_rotary=True, joined=True),
         Family(
             "Qwen3MoeForCausalLM",
@@ -124,7 +153,7 @@ FAMILIES = {
             partial_rotary=True,
             head_dim=256,
             hybrid=True,
-            beside_encoder="Qwen3_5ForConditionalGeneration",
+            beside_encoder=BesideEncoder("Qwen3_5ForConditionalGeneration", LANGUAGE_MODEL, ("model.visual.",)),
         ),
         Family(
             "Qwen3_5MoeForCausalLM",
@@ -139,7 +168,7 @@ FAMILIES = {
                 shared_size="shared_expert_intermediate_size",
             ),
             hybrid=True,
-            beside_encoder="Qwen3_5MoeForConditionalGeneration",
+            beside_encoder=BesideEncoder("Qwen3_5MoeForConditionalGeneration", LANGUAGE_MODEL, ("model.visual.",)),
         ),
         Family(
             "DeepseekV2ForCausalLM",
@@ -236,7 +265,8 @@ def text_part(fields: TypedFields) -> TypedFields | None:
     Raises the error class of ``fields`` if there is no text model.
     """
     names = fields.names("architectures")
-    family = next((each for each in FAMILIES.values() if each.beside_encoder and each.beside_encoder in names), None)
+    pairs = [(each, each.beside_encoder) for each in FAMILIES.values()]
+    family = next((each for each, encoder in pairs if encoder is not None and encoder.architecture in names), None)
     if family is None:
         return None
     text = fields.mapping("text_config")
@@ -244,6 +274,8 @@ def text_part(fields: TypedFields) -> TypedFields | None:
         raise fields.fail("text_config", "is missing; it has the sizes of the text model")
     for key in ("tie_word_embeddings", "quantization_config"):
         text = text.with_value(key, fields.value(key)) if key in fields else text
+    if "eos_token_id" not in text and "eos_token_id" in fields:
+        text = text.with_value("eos_token_id", fields.value("eos_token_id"))
     return text.with_value("architectures", [family.architecture])
 
 

@@ -11,9 +11,6 @@ from typing import Any
 
 from llm_serving.formats.typed_fields import TypedFields
 
-TEXT_BESIDE_ENCODER = "model.language_model."
-"""Prefix of the text model's tensors in a checkpoint of Qwen3.5 that also has an encoder of images. In a checkpoint
-without an encoder, the prefix is ``model.``."""
 MAX_DELTA_HEADS = 1024
 """Maximum number of heads of a layer with linear attention."""
 MAX_DELTA_DIM = 512

@@ -42,6 +42,9 @@ def as_llama(fields: TypedFields, num_layers: int) -> TypedFields:
         fields = _with_older_rope(fields)
     defaults = {
         "tie_word_embeddings": True,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 262_208,
         "head_dim": _HEAD_DIM,
         "rope_theta": _GLOBAL_BASE,
         "sliding_window": 4096,

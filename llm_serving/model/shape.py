@@ -14,6 +14,8 @@ from llm_serving.gguf.model_config import model_fields
 from llm_serving.gguf.place import own_config
 from llm_serving.model.deepseek import MAX_EXTRA_LAYERS, LatentAttention
 from llm_serving.model.families import (
+    FAMILIES,
+    BesideEncoder,
     Experts,
     Family,
     family_of,
@@ -102,6 +104,11 @@ class ModelShape:
         if self.latent is not None:
             return self.latent.rope_dim
         return self.partial_rotary_dim or self.head_dim
+
+    @property
+    def encoder_beside(self) -> BesideEncoder | None:
+        """The names in a checkpoint that also has an encoder of images, which is not loaded. None for others."""
+        return FAMILIES[self.architecture].beside_encoder if self.beside_encoder else None
 
     @property
     def norm_dtype(self) -> str | None:

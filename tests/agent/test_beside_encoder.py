@@ -1,14 +1,19 @@
-"""Tests reading the text model of a folder that also has an encoder of images, as Qwen3.5's published folders do."""
+"""Tests reading the text model of a folder that also has an encoder of images.
+
+The published folders of Qwen3.5 and of the larger Gemma 3 have such an encoder.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import deserialize
 from safetensors.numpy import load_file
 
 from agent.models.names import ignorable_suffixes, weight_specs
@@ -18,10 +23,18 @@ from llm_serving.errors import CheckpointError
 from llm_serving.model.shape import ModelShape
 from performance.models.folders import write_model, write_safetensors
 from performance.models.variants import FAMILY_VARIANTS, Variant
+from support.forked_programs import run_forked
+from support.golden_files import golden_of
+from support.json_program import printed_json
 
-FLOATS = {name: Variant(FAMILY_VARIANTS[name].config, seed=71) for name in ("qwen3_5", "qwen3_5_moe")}
+WORKER = Path(__file__).with_name("beside_encoder_worker.py")
+FLOATS = {name: Variant(FAMILY_VARIANTS[name].config, seed=71) for name in ("qwen3_5", "qwen3_5_moe", "gemma3")}
+PREFIXES = {"gemma3": "language_model.model."}
+IMAGE_TENSORS = {"gemma3": "vision_tower.vision_model.post_layernorm.weight"}
 IMAGE_TENSOR = "model.visual.blocks.0.attn.qkv.weight"
 EXTRA = {IMAGE_TENSOR: np.zeros((6, 2), np.float32), "mtp.fc.weight": np.zeros(3, np.float32)}
+GEMMA_EXTRA = {IMAGE_TENSORS["gemma3"]: np.zeros(2, np.float32),
+               "multi_modal_projector.mm_soft_emb_norm.weight": np.zeros(3, np.float32)}  # fmt: skip
 EXPERT_EXTRA = {"mtp.layers.0.mlp.experts.gate_up_proj": np.zeros((8, 128, 64), np.float32)}
 
 
@@ -44,9 +57,15 @@ def write_beside_encoder(text: Path, folder: Path, **changes: Any) -> Path:
     outer = {"architectures": [architecture], "text_config": config, "vision_config": {"depth": 1},
              "tie_word_embeddings": own["tie_word_embeddings"]}  # fmt: skip
     (folder / "config.json").write_text(json.dumps(outer | changes))
-    stored = load_file(text / "model.safetensors")
-    renamed = {name.replace("model.", "model.language_model.", 1): values for name, values in stored.items()}
-    extra = EXTRA | EXPERT_EXTRA if "num_experts" in config else EXTRA
+    types = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
+    stored = {
+        name: np.frombuffer(info["data"], types[info["dtype"]]).reshape(info["shape"])
+        for name, info in deserialize((text / "model.safetensors").read_bytes())
+    }
+    is_gemma = config["model_type"] == "gemma3_text"
+    prefix = PREFIXES["gemma3"] if is_gemma else "model.language_model."
+    renamed = {name.replace("model.", prefix, 1): values for name, values in stored.items()}
+    extra = EXTRA | EXPERT_EXTRA if "num_experts" in config else GEMMA_EXTRA if is_gemma else EXTRA
     write_safetensors(folder / "model.safetensors", renamed | extra)
     return folder
 
@@ -64,7 +83,7 @@ def test_the_text_model_is_the_same_beside_an_encoder(tmp_path: Path, model: str
     (architecture,) = FLOATS[model].config["architectures"]
     tied = FLOATS[model].config["tie_word_embeddings"]
     assert (shape.architecture, shape.beside_encoder, shape.tie_word_embeddings) == (architecture, True, tied)
-    with pytest.raises(CheckpointError, match=re.escape(IMAGE_TENSOR)):
+    with pytest.raises(CheckpointError, match=re.escape(IMAGE_TENSORS.get(model, IMAGE_TENSOR))):
         open_weights(both, weight_specs(shape), seed=None)
 
 
@@ -98,3 +117,31 @@ def test_a_folder_without_a_text_model_is_refused(tmp_path: Path) -> None:
     folder = write_beside_encoder(text, tmp_path / "both", text_config=None)
     with pytest.raises(CheckpointError, match="text_config = null: is missing; it has the sizes of the text model"):
         ModelShape.from_hf_folder(folder)
+
+
+def test_gemma_3_beside_an_encoder_generates_the_tokens_of_transformers(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    write_model(FAMILY_VARIANTS["gemma3"], text)
+    folder = write_beside_encoder(text, tmp_path / "both")
+    for file in text.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    found = printed_json(run_forked(WORKER, "gemma3", str(folder), folder=tmp_path))
+    assert found["tokens"] == [case["tokens"] for case in golden_of("gemma3")["cases"]]
+
+
+def test_the_published_config_of_gemma_3_is_read(tmp_path: Path) -> None:
+    """The published 4B states only some sizes. The others are the defaults of transformers."""
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}  # fmt: skip
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106], "model_type": "gemma3",
+              "text_config": text, "vision_config": {"hidden_size": 1152}}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = ModelShape.from_hf_folder(tmp_path)
+    assert (shape.architecture, shape.beside_encoder, shape.tie_word_embeddings) == ("Gemma3ForCausalLM", True, True)
+    assert (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim) == (8, 4, 256)
+    assert (shape.vocab_size, shape.max_position_embeddings, shape.eos_token_ids) == (262_208, 131_072, (1, 106))
+    assert [layer for layer in range(34) if shape.window_of(layer) == 0] == [5, 11, 17, 23, 29]
+    assert shape.rope_scaling is not None
+    names = {part.name for spec in weight_specs(shape) for part in spec.parts}
+    assert all(name.startswith("language_model.model.") for name in names)
+    assert "language_model.model.layers.33.post_feedforward_layernorm.weight" in names

@@ -256,6 +256,18 @@ def test_an_adapter_of_qwen3_5_may_name_the_text_model_or_the_whole_model(tmp_pa
     assert (module.name, module.scale) == ("model.language_model.layers.0.linear_attn.in_proj_qkv", 5.0)
 
 
+@pytest.mark.parametrize("prefix", ["model.", "model.language_model.", "language_model.model."])
+def test_an_adapter_of_gemma_may_name_the_text_model_or_the_whole_model(tmp_path: Path, prefix: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FAMILY_VARIANTS["gemma3"].config_json()), encoding="utf-8")
+    shape = replace(ModelShape.from_hf_folder(tmp_path), beside_encoder=True)
+    name = f"{prefix}layers.0.self_attn.q_proj"
+    sizes = {"A": (4, shape.hidden_size), "B": (shape.num_attention_heads * shape.head_dim, 4)}
+    tensors = {f"base_model.model.{name}.lora_{each}.weight": np.ones(sizes[each], np.float32) for each in sizes}
+    folder = write_adapter(tmp_path / "adapter", adapter_config(target_modules=re.escape(name)), tensors)
+    [module] = read_adapter(folder, shape, max_rank=8, dtype="float32").modules
+    assert module.name == "language_model.model.layers.0.self_attn.q_proj"
+
+
 def test_an_adapter_of_a_shared_expert_is_refused_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(FAMILY_VARIANTS["qwen3_next"].config_json()), encoding="utf-8")
     shape, name = ModelShape.from_hf_folder(tmp_path), "model.layers.0.mlp.shared_expert.up_proj"
