@@ -24,10 +24,13 @@ MAX_PATTERN_PROPERTIES = 64
 """Maximum number of names in ``patternProperties`` of a schema. llguidance compares each with all others."""
 MAX_MULTIPLES = 100_000
 """Maximum sum of the digits before the zeros of all ``multipleOf`` of a schema. 5 and 0.05 both count 5. The automaton
-of a number has about as many states.
+of a number has about as many states. If the schema combines schemas, one number may have to fit all ``multipleOf``. Then
+the limit applies to the least common multiple of these numbers.
 """
 MAX_PATTERNS_TOGETHER = 10
 """Maximum number of patterns that one string must match. Each pattern more than doubles the work."""
+_SHOWN_NUMBER = 10**18
+"""Errors show only numbers below this one. Python refuses to print more than 4300 digits."""
 _ANNOTATIONS = frozenset({"type", "title", "description", "default", "examples", "deprecated", "$schema", "$comment"})
 _DEFINITIONS = frozenset({"$defs", "definitions"})
 _IN_PLACE = ("allOf", "anyOf", "oneOf")
@@ -84,7 +87,11 @@ def _check_schema(schema: object) -> None:
     multiples = {_digits(one["multipleOf"]) for one in objects if _is_number(one.get("multipleOf"))}
     total = math.lcm(*multiples) if combines else sum(multiples)
     if total > MAX_MULTIPLES:
-        raise GrammarError(f"its 'multipleOf' have {total} states together; the maximum is {MAX_MULTIPLES}")
+        name = "least common multiple" if combines else "sum"
+        shown = total if total < _SHOWN_NUMBER else "very large"
+        raise GrammarError(
+            f"the {name} of its 'multipleOf', without zeros at the end, is {shown}; the maximum is {MAX_MULTIPLES}"
+        )
     patterns = {text for one in objects for text in _patterns(one)}
     if combines and len(patterns) > MAX_PATTERNS_TOGETHER:
         number = _Patterns(schema, len(patterns)).most_together()
@@ -113,7 +120,9 @@ def _len(schema: Mapping[str, Any], key: str, kind: type[Sized]) -> int:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return (isinstance(value, int) or math.isfinite(value)) and value > 0  # isfinite fails for integers above 1.8e308
 
 
 def _digits(value: float) -> int:

@@ -155,6 +155,9 @@ def test_a_token_that_does_not_fit_is_an_error_and_every_token_may_follow(compil
         (schema_grammar({"type": "string", "format": "weird"}), "Unknown format: weird"),
         (schema_grammar("{"), "cannot be used"),
         (schema_grammar({"type": "string", "minLength": 5, "maxLength": 2}), "cannot be used"),
+        (schema_grammar(f'{{"multipleOf": {10**399}}}'), "number out of range"),
+        (schema_grammar(f'{{"multipleOf": {10**399 + 1}}}'), "'multipleOf', .* is very large; the maximum is 100000"),
+        (Grammar(LARK, f'start: %json {{"multipleOf": {10**399}}}\n'), "number out of range"),
         (Grammar(REGEX, "a("), "unclosed group"),
         (Grammar(LARK, "start: foo"), 'unknown name: "foo"'),
         (Grammar(REGEX, "é" * 40_000), "has 80000 bytes; the maximum is 65536"),
@@ -162,7 +165,8 @@ def test_a_token_that_does_not_fit_is_an_error_and_every_token_may_follow(compil
     ],
     ids=[
         *("keyword", "one of", "reference", "format", "not JSON"),
-        *("impossible", "regex", "lark", "too long", "many names"),
+        *("impossible", "large number", "large digits", "large number in lark"),
+        *("regex", "lark", "too long", "many names"),
     ],
 )
 def test_bad_grammars_are_refused_with_the_reason(compiler: Compiler, grammar: Grammar, reason: str) -> None:

@@ -123,6 +123,12 @@ BAD_REQUESTS = [
     (chat(functions=[{}]), "functions", "'functions' is not supported"),
     (chat(response_format={"type": "xml"}), "response_format.type", "'json_object'"),
     (chat(structured_outputs={"json": {"not": {}}}), "structured_outputs.json", "Unimplemented keys"),
+    (chat(structured_outputs={"json": f'{{"multipleOf": {10**399}}}'}), "structured_outputs.json", "out of range"),
+    (
+        chat(structured_outputs={"grammar": f'start: %json {{"multipleOf": {10**399}}}\n'}),
+        "structured_outputs.grammar",
+        "out of range",
+    ),
     (chat(modalities=["text", "audio"]), "modalities", "'modalities' is not supported"),
     (chat(reasoning_effort="much"), "reasoning_effort", "'minimal'"),
     # chats whose messages are missing or malformed
