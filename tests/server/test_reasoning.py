@@ -176,6 +176,15 @@ def test_beams_are_refused_with_the_reason(server: HttpServer, fields: dict[str,
     assert "Leave out" in error["message"]
 
 
+def test_beams_may_be_constrained_if_reasoning_is_off(shared: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared.engine.reset()
+    monkeypatch.setattr(shared.engine.tokenizer, "chat_template", ChatTemplate(CLOSED, {}))
+    form = {"response_format": {"type": "json_object"}, "reasoning_effort": "none"}
+    response = shared.post(URL, {"messages": ASK, "use_beam_search": True, **form})
+    assert response.status_code == 200, response.text
+    assert len(shared.engine.searches) == 1
+
+
 @pytest.mark.parametrize("budget", [-1, 1.5, "5", True])
 def test_wrong_budgets_are_refused(server: HttpServer, budget: Any) -> None:
     response = server.post(URL, {"messages": ASK, "thinking_token_budget": budget})

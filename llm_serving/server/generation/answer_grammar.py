@@ -164,7 +164,7 @@ def _why_no_beams(plan: AnswerPlan | None) -> str:
             "a beam search can only constrain the whole text, and this text may be a call. Leave out "
             "'use_beam_search', or set 'tool_choice' to 'none'."
         )
-    if plan is not None and plan.reasoning is not None:
+    if plan is not None and plan.reasoning is not None and not plan.is_over:
         return (
             "a beam search can only constrain the whole text, and this model reasons before its answer. Leave out "
             "'use_beam_search', or send the prompt to /v1/completions."
