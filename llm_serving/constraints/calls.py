@@ -14,8 +14,15 @@ from typing import Any
 
 import llguidance
 
-from llm_serving.constraints.grammar import COMPOSED, JSON_SCHEMA, JSON_WHITESPACE, REGEX, Grammar
-from llm_serving.constraints.schema_keywords import rewritten
+from llm_serving.constraints.grammar import (
+    COMPOSED,
+    JSON_SCHEMA,
+    JSON_WHITESPACE,
+    MAX_COMPOSED_BYTES,
+    REGEX,
+    Grammar,
+)
+from llm_serving.constraints.schema_keywords import mentions, rewritten
 from llm_serving.parsing.calls import CHANNEL, HARMONY_ENDS, MESSAGE, START
 from llm_serving.parsing.formats import NAME, ReasoningFormat, ToolFormat
 from llm_serving.parsing.parameters import STRING, json_types, resolve
@@ -43,6 +50,10 @@ class UnsupportedToolError(Exception):
     def __init__(self, index: int, message: str) -> None:
         super().__init__(message)
         self.index = index
+
+
+class LongGrammarError(Exception):
+    """The grammar of an answer would have more than ``MAX_COMPOSED_BYTES`` bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +91,8 @@ def answer_grammar(
 
     ``special`` has the ids of special tokens by text. ``is_required``: the answer must have a call. ``is_parallel``:
     the answer may have several calls. ``content`` is the grammar of an answer without calls, or None for any text.
-    Raises UnsupportedToolError if the schema of a tool cannot be enforced.
+    Raises UnsupportedToolError if the schema of a tool cannot be enforced, and LongGrammarError if the grammar is too
+    long.
     """
     rules = _Rules(special)
     if tool_format is not None and tools:
@@ -112,8 +124,13 @@ class _Rules:
         self._split = re.compile("(" + "|".join(map(re.escape, special)) + ")") if special else None
         self._lines = ["%llguidance {}"]
         self._others: list[dict[str, Any]] = []
+        self._num_chars = 0
 
     def add(self, name: str, body: str) -> None:
+        """Adds a rule. Raises LongGrammarError if the rules together are too long."""
+        self._num_chars += len(body)
+        if self._num_chars > MAX_COMPOSED_BYTES:
+            raise LongGrammarError
         self._lines.append(f"{name}: {body}")
 
     def is_special(self, text: str) -> bool:
@@ -407,7 +424,7 @@ def _add_value(rules: _Rules, name: str, schema: object, root: Mapping[str, Any]
     schema = resolve(schema, root)
     types = json_types(schema, root)
     if isinstance(schema, Mapping) and types and STRING not in types:
-        definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        definitions = {key: root[key] for key in ("$defs", "definitions") if key in root and mentions(schema, "$ref")}
         rules.add(name, _json({**schema, **definitions}))
         return True
     if texts := _choices(schema, types):

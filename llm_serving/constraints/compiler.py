@@ -191,12 +191,8 @@ class GrammarCompiler:
         """Returns a compiled grammar. Raises RequestError if the grammar is too long, invalid or too complex. The error
         names ``param``, the field of the client's request.
         """
-        size = len(grammar.text.encode("utf-8", "surrogatepass"))
-        limit = MAX_COMPOSED_BYTES if grammar.kind == COMPOSED else MAX_GRAMMAR_BYTES
-        if size > limit:
-            raise RequestError(
-                f"'{param}' has {size} bytes; the maximum is {limit}.", param=param, code="invalid_value"
-            )
+        if too_long := _too_long(grammar):
+            raise RequestError(f"'{param}' {too_long}.", param=param, code="invalid_value")
         if not self._end_token_ids:
             raise RequestError(
                 f"'{param}' needs a token that ends the text, and this model has none.", param=param, code="unsupported"
@@ -216,6 +212,8 @@ class GrammarCompiler:
 
     async def problem_of(self, grammar: Grammar) -> str:
         """Returns the reason why ``grammar`` cannot be compiled, or "" if it can. Does not cache the grammar."""
+        if too_long := _too_long(grammar):
+            return f"its grammar {too_long}"
         try:
             await self._compile_elsewhere(grammar)
         except GrammarError as error:
@@ -253,6 +251,13 @@ class GrammarCompiler:
                     llguidance.TokenizerWrapper(vocabulary), n_vocab=self._vocab_size, eos_token=self._end_token_ids
                 )
             return self._tokenizer
+
+
+def _too_long(grammar: Grammar) -> str:
+    """Returns a text about the length of ``grammar`` if it is above the maximum, and "" otherwise."""
+    size = len(grammar.text.encode("utf-8", "surrogatepass"))
+    limit = MAX_COMPOSED_BYTES if grammar.kind == COMPOSED else MAX_GRAMMAR_BYTES
+    return f"has {size} bytes; the maximum is {limit}" if size > limit else ""
 
 
 def _try(compiled: CompiledGrammar) -> None:

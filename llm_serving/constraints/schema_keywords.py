@@ -48,7 +48,7 @@ def rewritten(schema: object) -> Any:
 
     Raises RecursionError if the schema is nested too deeply.
     """
-    rules = _RULES if _mentions(schema, "$dynamicRef") else (*_RULES, _plain_anchors)
+    rules = _RULES if mentions(schema, "$dynamicRef") else (*_RULES, _plain_anchors)
     return {} if schema is True else _rewritten(schema, rules)
 
 
@@ -69,10 +69,11 @@ def _rewritten(schema: object, rules: tuple[Callable[[Schema], None], ...]) -> A
     return new
 
 
-def _mentions(value: object, key: str) -> bool:
+def mentions(value: object, key: str) -> bool:
+    """Returns True if an object in ``value``, which is parsed JSON, has the key ``key``."""
     if isinstance(value, dict):
-        return key in value or any(_mentions(one, key) for one in value.values())
-    return isinstance(value, list) and any(_mentions(one, key) for one in value)
+        return key in value or any(mentions(one, key) for one in value.values())
+    return isinstance(value, list) and any(mentions(one, key) for one in value)
 
 
 def _whole_counts(schema: Schema) -> None:

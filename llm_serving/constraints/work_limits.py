@@ -24,8 +24,8 @@ MAX_PATTERN_PROPERTIES = 64
 """Maximum number of names in ``patternProperties`` of a schema. llguidance compares each with all others."""
 MAX_MULTIPLES = 100_000
 """Maximum sum of the digits before the zeros of all ``multipleOf`` of a schema. 5 and 0.05 both count 5. The automaton
-of a number has about as many states. If the schema combines schemas, one number may have to fit all ``multipleOf``. Then
-the limit applies to the least common multiple of these numbers.
+of a number has about as many states. If the schema combines schemas, one number may have to fit all ``multipleOf``, and
+the limit applies to the least common multiple.
 """
 MAX_PATTERNS_TOGETHER = 10
 """Maximum number of patterns that one string must match. Each pattern more than doubles the work."""

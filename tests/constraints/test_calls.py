@@ -13,9 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llm_serving.constraints.calls import CallableTool, Thinking, UnsupportedToolError, answer_grammar, has_free_text
+from llm_serving.constraints.calls import (
+    CallableTool,
+    LongGrammarError,
+    Thinking,
+    UnsupportedToolError,
+    answer_grammar,
+    has_free_text,
+)
 from llm_serving.constraints.compiler import CompiledGrammar, GrammarCompiler
-from llm_serving.constraints.grammar import REGEX, Grammar, schema_grammar
+from llm_serving.constraints.grammar import MAX_COMPOSED_BYTES, REGEX, Grammar, schema_grammar
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
 from llm_serving.request import ConstraintError
@@ -224,6 +231,21 @@ def test_parameters_in_tags(compiler: GrammarCompiler) -> None:
         assert written("qwen3_coder", ("paint", values)) in language
     for values in ({"color": "green"}, {"size": 1}, {"color": "red", "size": 0}, {"color": "red", "tags": ["x"]}):
         assert written("qwen3_coder", ("paint", values)) not in language
+
+
+def test_definitions_are_copied_only_for_parameters_with_references() -> None:
+    properties = {"a": {"type": "integer"}, "b": {"type": "array", "items": {"$ref": "#/$defs/c"}}}
+    schema = {"type": "object", "$defs": {"c": {"type": "integer"}}, "properties": properties}
+    text = answer_grammar({}, tool_format=TOOL_FORMATS["qwen3_coder"], tools=[CallableTool("f", schema)]).text
+    assert text.count("$defs\\\":") == 1
+
+
+def test_a_grammar_that_is_too_long_is_not_composed() -> None:
+    schema = {"type": "object", "properties": {"a" * 30_000: {"type": "integer"}}}
+    tools = [CallableTool(f"f{i}", schema) for i in range(MAX_COMPOSED_BYTES // 30_000 + 1)]
+    answer_grammar({}, tool_format=TOOL_FORMATS["hermes"], tools=tools[1:])
+    with pytest.raises(LongGrammarError):
+        answer_grammar({}, tool_format=TOOL_FORMATS["hermes"], tools=tools)
 
 
 @pytest.mark.parametrize(

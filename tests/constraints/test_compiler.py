@@ -18,7 +18,17 @@ from llm_serving.config import load_config
 from llm_serving.constraints import compiler as compiler_module
 from llm_serving.constraints.calls import CallableTool, answer_grammar
 from llm_serving.constraints.compiler import LIMITS, MAX_COMPILING, CompiledGrammar, GrammarCompiler
-from llm_serving.constraints.grammar import ANY_JSON_OBJECT, LARK, REGEX, Grammar, choice_grammar, schema_grammar
+from llm_serving.constraints.grammar import (
+    ANY_JSON_OBJECT,
+    COMPOSED,
+    LARK,
+    MAX_COMPOSED_BYTES,
+    MAX_GRAMMAR_BYTES,
+    REGEX,
+    Grammar,
+    choice_grammar,
+    schema_grammar,
+)
 from llm_serving.constraints.work_limits import (
     MAX_MULTIPLES,
     MAX_PATTERN_PROPERTIES,
@@ -173,6 +183,17 @@ def test_bad_grammars_are_refused_with_the_reason(compiler: Compiler, grammar: G
     with pytest.raises(RequestError, match=reason) as error:
         compiler.compile(grammar)
     assert error.value.param == "field"
+
+
+@pytest.mark.parametrize("kind", [COMPOSED, LARK])
+def test_the_cause_of_a_grammar_that_is_too_long_is_found_without_the_library(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    limit = MAX_COMPOSED_BYTES if kind == COMPOSED else MAX_GRAMMAR_BYTES
+    grammars = GrammarCompiler(byte_level().tokenizer, 1, [])
+    monkeypatch.setattr(compiler_module.llguidance, "LLMatcher", None)
+    reason = asyncio.run(grammars.problem_of(Grammar(kind, "a" * (limit + 1))))
+    assert reason == f"its grammar has {limit + 1} bytes; the maximum is {limit}"
 
 
 def test_a_model_without_an_end_token_has_no_structured_output(compiler: Compiler) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import pydantic
 import pytest
 
+from llm_serving.constraints import calls as calls_module
+from llm_serving.constraints.grammar import MAX_COMPOSED_BYTES
 from llm_serving.engine.chat_template import ChatTemplate
 from llm_serving.engine.tokenizer import Tokenizer
 from support.call_fixtures import fixtures_of
@@ -387,6 +389,26 @@ WRONG = {
                          "messages[0].tool_call_id", "role 'tool'"),
     "assistant without content": ({"messages": [*ASK, {"role": "assistant"}]}, "messages[1].content", "Missing"),
 }  # fmt: skip
+
+
+def test_a_grammar_is_not_composed_beyond_its_maximum_length(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The format qwen3_coder copies ``$defs`` for each parameter with a reference."""
+    made, original = [], calls_module._json
+    monkeypatch.setattr(calls_module, "_json", lambda schema: made.append(original(schema)) or made[-1])
+    definitions = {f"d{i}": {"type": "integer", "minimum": i} for i in range(900)}
+    many = {f"p{i}": {"type": "array", "items": {"$ref": "#/$defs/d1"}} for i in range(400)}
+    schema = {"type": "object", "$defs": definitions, "properties": many}
+    with running(FakeEngine(tokenizer), max_context=4096, max_prompt_tokens=4000, tool_format="qwen3_coder") as server:
+        set_template(server, "{% if tools %}{% endif %}<|assistant|>", monkeypatch)
+        monkeypatch.setattr(server.app.state.grammars, "problem_of", None)
+        tools = function(name="f", parameters=schema)
+        response = server.post(URL, {"messages": ASK, "tool_choice": "required", **tools})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (400, "tools", "invalid_value")
+    assert f"more than {MAX_COMPOSED_BYTES} bytes" in error["message"]
+    assert len(made) < 20
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -11,12 +11,13 @@ import orjson
 
 from llm_serving.constraints.calls import (
     CallableTool,
+    LongGrammarError,
     Thinking,
     UnsupportedToolError,
     answer_grammar,
     has_free_text,
 )
-from llm_serving.constraints.grammar import JSON_SCHEMA, MAX_GRAMMAR_BYTES, Grammar
+from llm_serving.constraints.grammar import JSON_SCHEMA, MAX_COMPOSED_BYTES, MAX_GRAMMAR_BYTES, Grammar
 from llm_serving.constraints.thinking import ThinkingBudget
 from llm_serving.errors import RequestError
 from llm_serving.request import Constraint
@@ -98,6 +99,13 @@ def _with_plan(
         )  # fmt: skip
     except UnsupportedToolError as error:
         raise _tool_error(body, tools[error.index], str(error)) from None
+    except LongGrammarError:
+        raise RequestError(
+            f"'tools' cannot be used: the grammar of their calls would have more than {MAX_COMPOSED_BYTES} bytes. "
+            "Use fewer or shorter schemas. The grammar may need a copy of '$defs' for each parameter with a '$ref'.",
+            param=_TOOLS,
+            code="invalid_value",
+        ) from None
     return _TOOLS, grammar
 
 
