@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field
 from starlette.requests import Request
 
+from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import RequestError
 from llm_serving.model.pooling import IDENTITY, NO_PROMPT, Pooling
 from llm_serving.server.fields.shared import IGNORED, Name
 from llm_serving.server.fields.validation import StrictModel
-from llm_serving.server.generation.prompts import Prompt, check_choices, encode_text, max_chars, resolve_prompts
+from llm_serving.server.generation.prompts import Prompt, check_choices, check_prompt, max_chars, resolve_prompts
 from llm_serving.server.generation.scheduling import SchedulingFields, tenant_of
 from llm_serving.server.generation.sequences import Generation
+from llm_serving.server.generation.work import check_work, off_loop
 from llm_serving.server.http.body import read_request, whole_response
 from llm_serving.server.limits import INLINE_TOKENIZE_CHARS, MAX_PROMPTS
 from llm_serving.server.models.lookup import served
@@ -99,7 +102,7 @@ async def rerank(state: ServerState, request: Request) -> AnyResponse:
     generation = Generation(state, request, "rerank", "rerank", body, stream=False)
     documents = [each if isinstance(each, str) else each.text for each in body.documents]
     names = ("query", "documents")
-    texts = await _shortened(state, documents, body.max_tokens_per_doc, names[1])
+    texts = await _shortened(state, documents, body.max_tokens_per_doc)
     if pooling.task != "embed":
         scores = await _judged(generation, request, body, [body.query], texts, names)
     else:
@@ -190,18 +193,25 @@ def _pooling_of(state: ServerState) -> Pooling:
     return pooling
 
 
-async def _shortened(state: ServerState, texts: Sequence[str], max_tokens: int | None, param: str) -> list[str]:
+async def _shortened(state: ServerState, texts: Sequence[str], max_tokens: int | None) -> list[str]:
     """Returns the texts, each cut after ``max_tokens`` tokens. None cuts no text."""
     if max_tokens is None:
         return list(texts)
     tokenizer = state.engine.tokenizer
     max_length = min(max_tokens * tokenizer.max_piece_chars, max_chars(state))
-    inline = sum(map(len, texts)) <= INLINE_TOKENIZE_CHARS
+    parts = [text[:max_length] for text in texts]
+    cut = partial(_first_tokens, tokenizer, parts, max_tokens)
+    return await off_loop(sum(map(len, parts)), cut, INLINE_TOKENIZE_CHARS)
+
+
+def _first_tokens(tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int) -> list[str]:
+    """Returns the texts, each cut after ``max_tokens`` tokens, but at least one character long."""
     short = []
     for text in texts:
-        ids = await encode_text(state, text[:max_length], param, add_special_tokens=False, inline=inline)
-        cut = tokenizer.decode(ids[:max_tokens], skip_special_tokens=False).rstrip("\ufffd")
-        short.append(text if len(ids) <= max_tokens and len(text) <= max_length else cut or text[:1])
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) > max_tokens:
+            text = tokenizer.decode(ids[:max_tokens], skip_special_tokens=False).rstrip("\ufffd") or text[:1]
+        short.append(text)
     return short
 
 
@@ -252,8 +262,14 @@ async def _joined(
         )
     queries = await resolve_prompts(state, list(first), names[0])
     documents = await resolve_prompts(state, list(second), names[1])
-    pairs: list[str | list[int]] = [[*one.token_ids, *other.token_ids] for one, other in _pairs(queries, documents)]
-    return await resolve_prompts(state, pairs, names[1])
+    pairs = _pairs(queries, documents)
+    lengths = [len(one.token_ids) + len(other.token_ids) for one, other in pairs]
+    for index, length in enumerate(lengths):
+        check_prompt(length, state.settings, names[1] if len(pairs) == 1 else f"{names[1]}[{index}]")
+    check_work(state.settings, [(length, 1) for length in lengths], 1, name=names[1])
+    return await off_loop(
+        sum(lengths), lambda: [Prompt([*one.token_ids, *other.token_ids]) for one, other in pairs]
+    )
 
 
 async def _compared(
