@@ -70,7 +70,7 @@ class Visit:
     If the server has no keys, ``name`` is empty, and the request has all rights.
     """
 
-    __slots__ = ("_access", "_began", "_is_open", "_key", "_method", "_peer", "_reserved", "_usage",
+    __slots__ = ("_access", "_began", "_exceeds_tokens", "_is_open", "_key", "_method", "_peer", "_reserved", "_usage",
                  "num_output_tokens", "num_prompt_tokens", "route", "status")  # fmt: skip
 
     def __init__(self, access: AccessControl, scope: Scope, began: float) -> None:
@@ -89,6 +89,8 @@ class Visit:
         self._key: ApiKey | None = None
         self._usage: KeyUsage | None = None
         self._reserved = 0
+        self._exceeds_tokens = False
+        """Whether the request was refused because the key has too few tokens left in this minute."""
 
     @property
     def name(self) -> str:
@@ -209,6 +211,7 @@ class Visit:
                 self.name, self.rights, num_prompt_tokens, num_output_tokens, time.monotonic()
             )
         except QuotaExceededError as error:
+            self._exceeds_tokens = True
             self._access.refused(error.quota)
             raise
 
@@ -219,14 +222,15 @@ class Visit:
 
     def leave(self) -> None:
         """Ends the request: replaces its reserved tokens by the number of computed tokens, and writes its line to the
-        audit log. A request with the status 429 does not count for the key's requests per minute.
+        audit log. A request that was refused because the queue is full does not count for the key's requests per
+        minute.
 
         Call this method once.
         """
         now = time.monotonic()
         if self._usage is not None:
             self._usage.settle(self._reserved, self.num_prompt_tokens + self.num_output_tokens)
-            self._usage.leave(now, was_refused=self.status == 429)
+            self._usage.leave(now, was_refused=self.status == 429 and not self._exceeds_tokens)
         audit = self._access.audit
         if audit is not None and not self._is_open:
             audit.note(

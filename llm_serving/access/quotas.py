@@ -77,8 +77,8 @@ class KeyUsage:
     def leave(self, now: float, *, was_refused: bool = False) -> None:
         """Counts the end of a request that ``enter`` has counted.
 
-        If the server refused the request after ``enter``, for example because the queue is full, the request does not
-        count for the requests per minute.
+        ``was_refused``: the queue of the server was full. Then the request does not count for the requests per minute.
+        A request beyond the key's own tokens per minute does count, because the server has read and tokenized it.
         """
         if was_refused and self._requests is not None:
             self._requests.take(-1)

@@ -23,6 +23,7 @@ KEYS = (
     "slow requests_per_minute=3",
     "small tokens_per_minute=300",
     "few requests_per_minute=2 tokens_per_minute=150",
+    "greedy requests_per_minute=2 tokens_per_minute=150",
     "one requests_per_minute=1",
     "urgent priority=-5",
     "late priority=7",
@@ -102,22 +103,24 @@ def test_tokens_per_minute_are_reserved_and_settled(server):
     assert "300 output tokens" in response.json()["error"]["message"]
 
 
-def test_a_request_with_a_429_does_not_count_for_the_requests_per_minute(server):
+def test_a_request_that_a_full_queue_refuses_does_not_count_for_the_requests_per_minute(server):
     server.engine.full = QueueFullError("full", retry_after_s=1.0)
     assert [complete(server, "few").status_code for _ in range(3)] == [429] * 3
     server.engine.full = None
+    assert [complete(server, "few", max_tokens=10).status_code for _ in range(2)] == [200] * 2
+    assert "has sent its 2 requests per minute" in refused(complete(server, "few", max_tokens=10))
+
+
+def test_a_request_beyond_the_tokens_per_minute_counts_for_the_requests_per_minute(server):
+    """The server has read and tokenized its body."""
     server.engine.delay_s = 0.05
     server.engine.script = lambda prompt, sampling: [300] * 1000
     body = json.dumps({"prompt": PROMPT, "max_tokens": 100, "stream": True}).encode()
-    with server.raw(http_request("/v1/completions", body, f"Authorization: Bearer {secret_of('few')}")):
+    with server.raw(http_request("/v1/completions", body, f"Authorization: Bearer {secret_of('greedy')}")):
         wait_until(lambda: len(server.engine.submitted) == 1)
-        for _ in range(3):
-            assert "tokens per minute. Try again later" in refused(complete(server, "few", max_tokens=100))
+        assert "tokens per minute. Try again later" in refused(complete(server, "greedy", max_tokens=100))
+        assert "has sent its 2 requests per minute" in refused(complete(server, "greedy", max_tokens=100))
     wait_until(lambda: server.engine.num_open == 0)
-    server.engine.delay_s = 0.0
-    server.engine.say("hello")
-    assert complete(server, "few", max_tokens=10).status_code == 200
-    assert "has sent its 2 requests per minute" in refused(complete(server, "few", max_tokens=10))
 
 
 def test_retry_after_of_a_quota_per_minute_may_be_a_minute(server):
