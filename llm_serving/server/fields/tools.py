@@ -42,7 +42,9 @@ class FunctionDefinition(StrictModel):
         default=None, description="JSON schema of the arguments (default: no arguments)."
     )
     strict: bool | None = Field(
-        default=None, description="False: do not enforce the schema. Otherwise the arguments always fit."
+        default=None,
+        description="False: do not enforce the schema. Otherwise the arguments always fit, except for keywords that "
+        "the formats `qwen3_coder` and `pythonic` cannot enforce. True: refuse such keywords.",
     )
 
 

@@ -168,7 +168,9 @@ class ToolDefinition(StrictModel):
     description: str | None = Field(default=None, description="What the tool does, for the model.")
     input_schema: dict[str, Any] = Field(description="JSON schema of the input, which is an object.")
     strict: bool | None = Field(
-        default=None, description="False: do not enforce the schema. Otherwise the input always fits."
+        default=None,
+        description="False: do not enforce the schema. Otherwise the input always fits, except for keywords that "
+        "the formats `qwen3_coder` and `pythonic` cannot enforce. True: refuse such keywords.",
     )
 
 

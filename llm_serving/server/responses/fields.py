@@ -158,7 +158,9 @@ class ResponseTool(StrictModel):
     description: str | None = Field(default=None, description="What the function does, for the model.")
     parameters: dict[str, Any] | None = Field(default=None, description="JSON schema of the arguments.")
     strict: bool | None = Field(
-        default=None, description="False: do not enforce the schema. Otherwise the arguments always fit."
+        default=None,
+        description="False: do not enforce the schema. Otherwise the arguments always fit, except for keywords that "
+        "the formats `qwen3_coder` and `pythonic` cannot enforce. True: refuse such keywords.",
     )
 
 
