@@ -386,7 +386,6 @@ def _python_arguments(rules: _Rules, index: int, schema: Mapping[str, Any], tool
         rules.add(f"any{index}", f'{_json({})} | "True" | "False" | "None"')
         rules.add(f"one{index}", f'/[A-Za-z_][A-Za-z0-9_]*/ "=" any{index}')
         return f'(one{index} (", " one{index})*)?'
-    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     properties, needed = _parameters(index, schema, tool)
     properties = {name: one for name, one in properties.items() if _is_written(index, name, tool, r"[^\W\d]\w*")}
     if not properties:
@@ -397,7 +396,8 @@ def _python_arguments(rules: _Rules, index: int, schema: Mapping[str, Any], tool
         resolved = resolve(one, schema)
         has_values = isinstance(resolved, Mapping) and bool({"enum", "const"} & resolved.keys())
         is_word = len(types) == 1 and types <= words.keys() and not has_values
-        value = words[min(types)] if is_word else _json({**one, **definitions} if isinstance(one, Mapping) else {})
+        whole = _with_definitions(one, schema) if isinstance(one, Mapping) else {}
+        value = words[min(types)] if is_word else _json(whole)
         rules.add(f"value{index}_{i}", value)
         rules.add(f"parameter{index}_{i}", f'{rules.literal(name + "=")} value{index}_{i}')
     # The rules ``first`` match the parameters from one index on. The rules ``rest`` match them after a parameter.
@@ -424,14 +424,19 @@ def _add_value(rules: _Rules, name: str, schema: object, root: Mapping[str, Any]
     schema = resolve(schema, root)
     types = json_types(schema, root)
     if isinstance(schema, Mapping) and types and STRING not in types:
-        definitions = {key: root[key] for key in ("$defs", "definitions") if key in root and mentions(schema, "$ref")}
-        rules.add(name, _json({**schema, **definitions}))
+        rules.add(name, _json(_with_definitions(schema, root)))
         return True
     if texts := _choices(schema, types):
         rules.add(name, " | ".join(rules.literal(text) or '""' for text in texts))
         return True
     rules.add(f"{name}[lazy]", f"{_TEXT} {close}")
     return False
+
+
+def _with_definitions(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the schema of a parameter with the definitions of ``root``, the tool's schema, if it refers to them."""
+    has_references = mentions(schema, "$ref")
+    return {**schema, **{key: root[key] for key in ("$defs", "definitions") if has_references and key in root}}
 
 
 def _choices(schema: object, types: frozenset[str]) -> list[str]:

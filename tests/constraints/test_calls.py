@@ -233,10 +233,11 @@ def test_parameters_in_tags(compiler: GrammarCompiler) -> None:
         assert written("qwen3_coder", ("paint", values)) not in language
 
 
-def test_definitions_are_copied_only_for_parameters_with_references() -> None:
+@pytest.mark.parametrize("name", ["qwen3_coder", "pythonic"])
+def test_definitions_are_copied_only_for_parameters_with_references(name: str) -> None:
     properties = {"a": {"type": "integer"}, "b": {"type": "array", "items": {"$ref": "#/$defs/c"}}}
     schema = {"type": "object", "$defs": {"c": {"type": "integer"}}, "properties": properties}
-    text = answer_grammar({}, tool_format=TOOL_FORMATS["qwen3_coder"], tools=[CallableTool("f", schema)]).text
+    text = answer_grammar({}, tool_format=TOOL_FORMATS[name], tools=[CallableTool("f", schema)]).text
     assert text.count("$defs\\\":") == 1
 
 
