@@ -25,6 +25,8 @@ _ONE_SCHEMA = (
 )
 _SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SCHEMA_MAPS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
+_MAX_COPIED_CHARS = 16384
+"""Maximum length of the copies that a rewritten schema has of one value."""
 _ALLOWS_ALL: tuple[object, ...] = (True, {})
 _DYNAMIC = "$dynamicAnchor"
 
@@ -128,7 +130,7 @@ def _contains(schema: Schema) -> None:
 
 def _property_names(schema: Schema) -> None:
     """Removes ``propertyNames`` that allow all names. Replaces a list or a pattern of names by ``properties`` or
-    ``patternProperties``.
+    ``patternProperties``. Keeps a list if many names would have a copy of a long schema.
     """
     names = schema.get("propertyNames")
     if names in (*_ALLOWS_ALL, {"type": "string"}):
@@ -140,8 +142,11 @@ def _property_names(schema: Schema) -> None:
     value = schema.get("additionalProperties", True)
     if names.get("type", "string") != "string" or _IN_PLACE_OR_UNEVALUATED & schema.keys():
         return
-    if others == {"enum"} and all(isinstance(one, str) for one in names["enum"]):
-        schema["properties"] = dict.fromkeys(names["enum"], value)
+    enum = names.get("enum")
+    if others == {"enum"} and isinstance(enum, list) and all(isinstance(one, str) for one in enum):
+        if value not in _ALLOWS_ALL and len(enum) * len(json.dumps(value)) > _MAX_COPIED_CHARS:
+            return
+        schema["properties"] = dict.fromkeys(enum, value)
     elif others == {"pattern"} and isinstance(names["pattern"], str):
         schema["patternProperties"] = {names["pattern"]: value}
     else:
