@@ -25,7 +25,7 @@ def pools_of_runs(pools: list[PoolStatus]) -> list[str]:
         raise LLMServingError("refused")
 
     config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel=2), shape=SimpleNamespace(vocab_size=1000))
-    engine: Any = SimpleNamespace(config=config, status=lambda: SimpleNamespace(pools=pools), open=refuse)
+    engine: Any = SimpleNamespace(config=config, status=lambda: SimpleNamespace(pools=pools, agents=[]), open=refuse)
     metrics: Any = SimpleNamespace(self_check=lambda *given: None)
     asyncio.run(Canary(engine, SimpleNamespace(), metrics, 1.0).check())  # type: ignore[arg-type]
     return found

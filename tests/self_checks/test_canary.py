@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from llm_serving.request import FinishReason, RequestOutput
+from llm_serving.routing.pools import PoolStatus
 from llm_serving.scheduler.output import NOT_FINITE_ERROR
 from llm_serving.self_checks.canary import OUTPUT_TOKENS, Canary
 from llm_serving.self_checks.canary_file import MAX_FILES, CanaryFile, canary_folder, keeps_tokens
@@ -20,24 +21,36 @@ WRONG = (*RIGHT[:-1], 7)
 
 
 class Engine:
-    """Stands for an engine. ``tokens`` has the tokens that each replica generates; None: the logits are not finite."""
+    """Stands for an engine. ``tokens`` has the tokens that each replica generates; None: the logits are not finite.
 
-    def __init__(self, config, *tokens, arithmetic="kernels 1"):
+    ``ready``: the replicas that get requests, one after the other.
+    """
+
+    def __init__(self, config, *tokens, arithmetic="kernels 1", ready=None):
         self.config = config
         self.tokens = list(tokens)
+        self.ready = range(len(tokens)) if ready is None else ready
         self.distrusted = []
+        self.restarts = [0] * len(tokens)
+        self.can_restart = True
+        self.pools = ()
         self._arithmetic = arithmetic
         self._next = 0
 
     def status(self):
-        agents = [{"summary": {"arithmetic": self._arithmetic}} for _ in self.tokens]
-        return SimpleNamespace(agents=agents, pools=())
+        agents = [
+            {"summary": {"arithmetic": self._arithmetic}, "replica": replica, "restarts": restarts}
+            for replica, restarts in enumerate(self.restarts)
+        ]
+        return SimpleNamespace(agents=agents, pools=self.pools)
 
     def distrust(self, replica, reason):
         self.distrusted.append((replica, reason))
+        self.restarts[replica] += self.can_restart
 
     def open(self, name, prompt, sampling, stream, **_):
-        replica, self._next = self._next, (self._next + 1) % len(self.tokens)
+        replica = self.ready[self._next % len(self.ready)]
+        self._next += 1
         tokens = self.tokens[replica]
         if tokens is None:
             piece = RequestOutput(name, "", (), (), 0, 0, FinishReason.ERROR, error=NOT_FINITE_ERROR)
@@ -206,6 +219,112 @@ def test_tokens_are_stored_only_if_all_replicas_agree(make_config):
     assert files(two) == []
     run(Engine(two, RIGHT, RIGHT))
     assert len(files(two)) == 1
+
+
+@pytest.fixture
+def make_two(make_config):
+    """Returns a function that makes a config with two replicas."""
+    settings = ("parallel_config.data_parallel=2", "serving_config.agent_ports=[0,0]")
+    return lambda *overrides: make_config(*settings, *overrides)
+
+
+def test_several_runs_of_one_replica_in_a_check_do_not_repeat_each_other(make_two):
+    """Its agents are restarted after the check, so that the new agents can show which tokens are right."""
+    run(Engine(make_two(), RIGHT, RIGHT))
+    engine = Engine(make_two(), WRONG, RIGHT, ready=[0])
+    seen = Observer()
+    canary = Canary(engine, seen, seen, interval_s=1.0)
+
+    async def checks():
+        await canary.check()
+        assert ([replica for replica, _ in engine.distrusted], seen.lines) == ([0], [])
+        engine.tokens[0], engine.ready = RIGHT, [0, 1]  # the new agents, and the other replica
+        await canary.check()
+        await canary.check()
+
+    asyncio.run(checks())
+    assert (seen.results, len(engine.distrusted), seen.lines) == (["passed"] * 4, 1, [])
+
+
+def test_tokens_that_the_same_agents_repeat_are_not_accepted(make_config):
+    run(Engine(make_config(), RIGHT))
+    engine = Engine(make_config(), WRONG)
+    engine.can_restart = False  # a restart was asked for, but has not begun
+    seen = run(engine, times=3)
+    assert (len(engine.distrusted), seen.lines, seen.results) == (3, [], [])
+
+
+def test_tokens_that_new_agents_repeat_are_not_accepted_if_another_replica_has_the_stored_ones(make_two):
+    run(Engine(make_two(), RIGHT, RIGHT))
+    engine = Engine(make_two(), WRONG, RIGHT, ready=[0])
+    seen = Observer()
+    canary = Canary(engine, seen, seen, interval_s=1.0)
+
+    async def checks():
+        await canary.check()
+        engine.ready = [0, 1]
+        await canary.check()
+
+    asyncio.run(checks())
+    assert ([replica for replica, _ in engine.distrusted], seen.results, seen.lines) == ([0, 0], ["passed"], [])
+
+
+def test_tokens_are_stored_only_after_every_replica_has_passed(make_two):
+    engine = Engine(make_two(), RIGHT, RIGHT, ready=[1])
+    seen = Observer()
+    canary = Canary(engine, seen, seen, interval_s=1.0)
+
+    async def checks():
+        await canary.check()
+        assert (seen.results, files(make_two())) == (["passed"], [])
+        engine.ready = [0, 1]
+        await canary.check()
+
+    asyncio.run(checks())
+    assert len(files(make_two())) == 1
+
+
+def test_a_replica_that_has_passed_and_then_differs_does_not_count_as_passed(make_two):
+    engine = Engine(make_two(), RIGHT, RIGHT, ready=[0])
+    seen = Observer()
+    canary = Canary(engine, seen, seen, interval_s=1.0)
+
+    async def checks():
+        await canary.check()
+        engine.tokens[0] = WRONG
+        await canary.check()
+        engine.ready = [1]
+        await canary.check()
+
+    asyncio.run(checks())
+    assert (seen.results, files(make_two())) == (["passed"] * 2, [])
+
+
+def test_with_pools_tokens_are_stored_only_after_their_replicas_have_passed(make_config):
+    """The replica 0 is in a pool for prompts that are shorter than that of the canary."""
+    config = make_config("parallel_config.data_parallel=3", "serving_config.agent_ports=[0,0,0]")
+    short = PoolStatus("short", 4, (0,), 1, waiting=0, running=0, needing=0, placed=0)
+    long = replace(short, name="long", max_prompt_tokens=None, replicas=(1, 2))
+    engine = Engine(config, RIGHT, RIGHT, WRONG, ready=[1, 2])
+    seen = Observer()
+    canary = Canary(engine, seen, seen, interval_s=1.0)
+
+    async def checks():
+        for num_ready in (2, 0, 1):
+            engine.pools, engine.ready = (short, replace(long, ready=num_ready)), [1, 2][:num_ready]
+            await canary.check()
+            assert files(config) == [], num_ready
+        engine.tokens[2], engine.ready = RIGHT, [2]
+        await canary.check()
+
+    asyncio.run(checks())
+    assert (seen.results, len(files(config))) == (["passed"] * 3, 1)
+
+
+def test_replicas_that_only_prefill_do_not_prevent_that_tokens_are_stored(make_two):
+    config = make_two("parallel_config.roles=[prefill,decode]")
+    assert run(Engine(config, RIGHT, RIGHT, ready=[1])).results == ["passed"]
+    assert len(files(config)) == 1
 
 
 def test_a_folder_that_others_can_write_to_is_not_used(make_config):
