@@ -110,8 +110,15 @@ class RecordBuffer:
         self._data = bytearray()
 
     def read(self, descriptor: int, num_bytes: int, offset: int = 0) -> memoryview:
-        """Returns up to ``num_bytes`` bytes of a file. They are valid until the next call. Raises OSError."""
+        """Returns up to ``num_bytes`` bytes of a file. They are valid until the next call. Raises OSError.
+
+        A network file system may return fewer bytes than a call asks for. Only a call that returns 0 bytes is at the
+        end of the file.
+        """
         if len(self._data) < num_bytes:
             self._data = bytearray(num_bytes)
         view = memoryview(self._data)[:num_bytes]
-        return view[: os.preadv(descriptor, [view], offset)]
+        num_read = 0
+        while num_read < num_bytes and (num_new := os.preadv(descriptor, [view[num_read:]], offset + num_read)):
+            num_read += num_new
+        return view[:num_read]

@@ -17,7 +17,7 @@ from llm_serving.errors import CheckpointError, ConfigError
 from llm_serving.ipc.host_pool import pool_of
 from llm_serving.kvstore import segments
 from llm_serving.kvstore.disk import RETRY_S, DiskTier, Transfer
-from llm_serving.kvstore.records import decode_content, decode_header, encode_record
+from llm_serving.kvstore.records import RecordBuffer, decode_content, decode_header, encode_record
 from llm_serving.kvstore.segments import FolderLock, SegmentFolder
 from support.small_configs import REPOSITORY
 from support.tiered_simulation import NAMESPACE, ManualMover, disk_tier
@@ -50,6 +50,18 @@ def test_a_record_describes_itself():
     assert (header.namespace, header.key, header.generation) == (NAMESPACE, key(1), 7)
     assert header.num_bytes == len(record)
     assert decode_content(record, NAMESPACE, key(1)) == content(1)
+
+
+def test_a_record_is_read_whole_even_if_a_call_returns_only_a_part(tmp_path, monkeypatch):
+    preadv = os.preadv
+    folder = open_folder(tmp_path)
+    folder.append(key(1), content(1))
+    monkeypatch.setattr(os, "preadv", lambda file, views, at: preadv(file, [views[0][: (len(views[0]) + 1) // 2]], at))
+    assert (found(folder, 1), folder.num_rejected) == (content(1), 0)
+    [segment] = tmp_path.glob("*/*")
+    buffer = RecordBuffer()
+    with segment.open("rb") as file:
+        assert len(buffer.read(file.fileno(), 1 << 20)) == segment.stat().st_size
 
 
 def test_any_flipped_bit_of_a_record_is_found():
