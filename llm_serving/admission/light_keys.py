@@ -22,9 +22,10 @@ Reserve
 Steps
     A policy with mixed steps gives the prompts of light keys a prefill step of their own. After ``MAX_LIGHT_STREAK`` of
     these steps, the next step has other requests, too. A single agent on a CPU runs these steps before queued steps
-    (``ScheduledStep.overtakes``). With other agents, the prompt of a light key would wait until the queued step has
-    ended. So policy ``slo`` sends the next step only shortly before the running step ends, for ``MEMORY_S`` seconds.
-    The agent is then idle if the step ends earlier than expected.
+    (``ScheduledStep.overtakes``), except for a model with linear attention and a prefix cache: a queued step may save
+    the state from which the prefill resumes. Otherwise, the prompt of a light key would wait until the queued
+    step has ended. So policy ``slo`` sends the next step only shortly before the running step ends, for ``MEMORY_S``
+    seconds. The agent is then idle if the step ends earlier than expected.
 """
 
 from __future__ import annotations

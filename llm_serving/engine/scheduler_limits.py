@@ -38,6 +38,7 @@ def scheduler_limits(config: Config) -> SchedulerLimits:
         splits_adapters=config.lora_config.batching == "split",
         light_keys_first=scheduler.light_keys_first,
         # The agents of a group must agree on the order of their steps. An Ascend launches queued steps immediately.
+        # With linear attention, a queued step may save the state from which the next step resumes. So the order counts.
         runs_light_prefills_first=(
             config.device != "Ascend" and config.parallel_config.group_size == 1 and not config.num_state_snapshots
         ),

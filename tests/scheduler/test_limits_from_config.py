@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from llm_serving.config import load_config
 from llm_serving.engine.scheduler_limits import scheduler_limits
 from llm_serving.scheduler.limits import AdmissionKind, BatchingStrategy, Policy, PreemptionKind
+from performance.models.folders import write_model
+from performance.models.variants import FAMILY_VARIANTS
 from support.fakes import make_limits
 
 
@@ -112,3 +116,12 @@ def test_the_history_fits_a_step_slot() -> None:
     for overrides in ([], ["scheduler_config.max_num_batched_tokens=64"]):
         config = load_config("llama_tiny_cpu.yaml", overrides)
         assert scheduler_limits(config).max_step_history <= config.slot_limits().max_history
+
+
+@pytest.mark.parametrize(("overrides", "first"), [([], False), (["scheduler_config.prefix_cache=false"], True)])
+def test_steps_that_may_save_states_for_later_steps_keep_their_order(
+    tmp_path: Path, overrides: list[str], first: bool
+) -> None:
+    write_model(FAMILY_VARIANTS["qwen3_5"], tmp_path)
+    config = load_config("llama_tiny_cpu.yaml", [f"model_config.model_path={tmp_path}", *overrides])
+    assert scheduler_limits(config).runs_light_prefills_first is first
