@@ -246,7 +246,8 @@ class SpeculativeConfig:
     )
     max_draft_tokens: int = own(
         7,
-        "Maximum number of drafts of a sequence in a decode step. A step of one sequence always has space for them.",
+        "Maximum number of drafts of a sequence in a decode step. A step of one sequence always has space for them, "
+        "within `max_num_batched_tokens`.",
         unit="tokens",
         low=1,
         high=63,
