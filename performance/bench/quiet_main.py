@@ -10,7 +10,8 @@ program prints medians with the least and the largest value:
 - the latencies of the light load
 
 A ratio compares the two servers of a round. The exit code is 1 if the quiet server needs more than 0.1 % of a core
-without requests (median of the rounds). It is 2 if a server did not start or a request failed.
+without requests (median of the rounds). It is 2 if a server did not start or did not come to rest, or if a request
+failed.
 
 example:
   bench_quiet.py --rounds 3 --idle-seconds 60 -X 1 -T 60
@@ -142,10 +143,14 @@ def _server(mode: str, parsed: argparse.Namespace, program: Path) -> Iterator[En
 
 
 def _wait_until_at_rest(meter: CpuMeter) -> None:
+    """Raises LoadTestError if the server does not come to rest in time. Its figures would include its start."""
     deadline = time.monotonic() + REST_LIMIT_S
-    while time.monotonic() < deadline:
-        if sum(_idle_percent(meter, REST_INTERVAL_S)) < REST_PERCENT:
-            return
+    while (percent := sum(_idle_percent(meter, REST_INTERVAL_S))) >= REST_PERCENT:
+        if time.monotonic() >= deadline:
+            raise LoadTestError(
+                f"the server still uses {percent:.1f} % of a core {REST_LIMIT_S:g} s after its start, without "
+                f"requests; at rest, it uses less than {REST_PERCENT:g} %"
+            )
 
 
 def _idle_percent(meter: CpuMeter, seconds: float) -> tuple[float, float]:

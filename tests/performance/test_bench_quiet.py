@@ -61,7 +61,6 @@ def run(folder: Path, *, kind: str = "ok", busy: bool = False, metric: bool = Tr
 @pytest.fixture(autouse=True)
 def short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quiet_main, "REST_INTERVAL_S", 0.1)
-    monkeypatch.setattr(quiet_main, "REST_LIMIT_S", 0.3)
     monkeypatch.setattr(quiet_main, "MAX_IDLE_PERCENT", 5.0)
 
 
@@ -87,12 +86,23 @@ def test_both_modes_get_the_same_load_in_alternating_order(tmp_path: Path, capsy
 
 
 def test_a_quiet_server_that_is_busy_without_requests_misses_the_limit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(quiet_main, "REST_PERCENT", 1000.0)
     assert run(tmp_path, busy=True) == EXIT_FAILURES
     assert capsys.readouterr().out.rstrip().endswith("limit 5 %: missed")
     for each in json.loads((tmp_path / "result.json").read_text())["rounds"]:
         assert each["normal"]["idle_server_percent"] < 5 < each["quiet"]["idle_server_percent"]
+
+
+def test_a_server_that_does_not_come_to_rest_is_not_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quiet_main, "REST_LIMIT_S", 0.3)
+    monkeypatch.setattr(quiet_main, "REST_PERCENT", 0.0)
+    assert run(tmp_path) == EXIT_NOT_STARTED
+    assert "of a core 0.3 s after its start, without requests; at rest" in capsys.readouterr().err
+    assert not (tmp_path / "result.json").exists()
 
 
 def test_without_rapl_the_table_has_no_joules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
