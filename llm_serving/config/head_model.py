@@ -209,6 +209,11 @@ def _check_files(path: Path, *, is_plain: bool) -> None:
     pickles = torch_pickles(path)
     if not pickles:
         raise CheckpointError(f"{path}: there are no *.safetensors files with the weights of the head ({_MODEL})")
+    if len(pickles) > 1:
+        raise CheckpointError(
+            f"{path}: PyTorch pickles are not loaded, as they can run code; convert {', '.join(pickles)} to one file "
+            "model.safetensors that has the tensors of all of them"
+        )
     program = (
         "import torch, safetensors.torch as s; s.save_file({n: t.contiguous().clone() for n, t in "
         f'torch.load({json.dumps(pickles[0])}, weights_only=True, map_location="cpu").items()}}, "model.safetensors")'

@@ -67,7 +67,7 @@ def choose_files(name: ModelName, files: Sequence[RemoteFile]) -> list[RemoteFil
     if any(fnmatchcase(each.path, pattern) for each in files for pattern in _PICKLES):
         raise HubError(
             f"{name}: the repository has only PyTorch pickles, which can run code and are never downloaded; download "
-            "it yourself, and state the folder instead of the name: the error then has the way to convert it"
+            "the repository yourself and give its folder; the error for that folder says how to convert it"
         )
     raise HubError(f"{name}: the repository has neither safetensors nor GGUF files")
 

@@ -142,6 +142,12 @@ def test_an_error_about_a_pickle_has_the_command_that_converts_it(tmp_path: Path
     assert "\"model.safetensors\")" in words[5]
 
 
+def test_an_error_about_several_pickles_has_no_command_for_the_first_one(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"convert b\.bin, c\.bin to one file model\.safetensors") as caught:
+        load(tmp_path, "eagle", head={"files": ["c.bin", "b.bin"]})
+    assert "python -c" not in str(caught.value)
+
+
 def test_an_mtp_layer_takes_the_last_hidden_state_and_has_experts(tmp_path: Path) -> None:
     config = load(tmp_path, "mtp")
     own = draft_config(config)

@@ -80,7 +80,7 @@ def test_the_choice_of_files() -> None:
 @pytest.mark.parametrize(
     ("paths", "message"),
     [
-        (["pytorch_model.bin", "config.json"], "only PyTorch pickles"),
+        (["pytorch_model.bin", "config.json"], "only PyTorch pickles.*give its folder; the error for that folder"),
         (["config.json"], "neither safetensors nor GGUF"),
         ([], "neither safetensors nor GGUF"),
     ],
