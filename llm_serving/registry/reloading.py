@@ -29,9 +29,15 @@ from llm_serving.registry.version import RunningVersion
 V = TypeVar("V")
 
 
-def num_free_together(nodes: Sequence[Mapping[str, object]]) -> int:
-    """Returns the number of free nodes that one replica may use. They name the same pool by prompt length, or none."""
-    return max(Counter(node.get("pool") for node in nodes if node["state"] == "free").values(), default=0)
+def num_free_together(nodes: Sequence[Mapping[str, object]], prompt_pools: Sequence[str]) -> int:
+    """Returns the largest number of free nodes that one replica may use.
+
+    ``prompt_pools`` are the model's pools by prompt length. A replica uses the nodes that name its pool. If there are
+    none, or the model has no pools, the replica uses the nodes that name no pool.
+    """
+    named = {node.get("pool") for node in nodes}
+    free = Counter(node.get("pool") for node in nodes if node["state"] == "free")
+    return max(free[pool if pool in named else None] for pool in prompt_pools or (None,))
 
 
 class NoFreeNodeError(LLMServingError):
@@ -174,10 +180,11 @@ class _Reload(Generic[V]):
 
     def _check_free_nodes(self) -> None:
         """Raises NoFreeNodeError if the agents of the new version would wait for nodes that the old version uses."""
-        engine, needed = self._old.engine, self._next.config.parallel_config.nodes_per_replica
+        engine, parallel = self._old.engine, self._next.config.parallel_config
+        needed = parallel.nodes_per_replica
         if engine.nodes is None:
             return
-        num_free = num_free_together(engine.nodes.status())
+        num_free = num_free_together(engine.nodes.status(), [pool.name for pool in parallel.pools or ()])
         if num_free < needed:
             nodes, are = "node" if needed == 1 else "nodes", "is" if num_free == 1 else "are"
             raise NoFreeNodeError(

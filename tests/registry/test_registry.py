@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import weakref
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from llm_serving.config.parallel_section import PoolConfig
 from llm_serving.errors import AgentStartError, ModelStateError, ModelUnavailableError
 from llm_serving.registry.registry import RETRY_FAILED_S
 from llm_serving.registry.reloading import num_free_together
@@ -286,8 +288,34 @@ def test_a_reload_without_a_free_node_is_refused_or_drains_first(tmp_path: Path)
 
 def test_free_nodes_of_different_pools_do_not_serve_one_replica() -> None:
     nodes = [("free", "short"), ("free", "long"), ("used", "long"), ("free", "long"), ("free", None)]
-    assert num_free_together([{"state": state, "pool": pool} for state, pool in nodes]) == 2
-    assert num_free_together([{"state": "used", "pool": None}]) == 0
+    status = [{"state": state, "pool": pool} for state, pool in nodes]
+    assert num_free_together(status, ["short", "long"]) == 2
+    assert num_free_together(status, ["short", "other"]) == 1
+    assert num_free_together(status, []) == 1
+    assert num_free_together([{"state": "used", "pool": None}], []) == 0
+    assert num_free_together([], ["short"]) == 0
+
+
+def test_a_reload_does_not_count_a_free_node_that_its_pools_cannot_use(tmp_path: Path) -> None:
+    """All pools have nodes of their own, so no replica uses the free node, which names no pool."""
+
+    async def script(models: Models) -> None:
+        main = models["main"]
+        pools = tuple(PoolConfig(name, 1) for name in ("short", "long"))
+        parallel = dataclasses.replace(main.config.parallel_config, data_parallel=2, pools=pools)
+        main.config = dataclasses.replace(main.config, parallel_config=parallel)
+        nodes = [{"state": "used", "pool": "short"}, {"state": "used", "pool": "long"}, {"state": "free", "pool": None}]
+        engine = main.version.engine  # type: ignore[union-attr]
+        engine.nodes = SimpleNamespace(status=lambda: nodes)  # type: ignore[assignment]
+        with pytest.raises(ModelStateError, match="needs 1 free node, and 0 are free") as refused:
+            await models.registry.reload(main, None, drain_first=False)
+        assert refused.value.code == "model_nodes"
+        assert models.starter.started == []
+        nodes.pop(1)  # without a node of its own, the pool uses nodes that name no pool
+        await models.registry.reload(main, None, drain_first=False)
+        assert models.registry.main.view == "main.1"
+
+    play(script, tmp_path, {})
 
 
 def test_a_reload_without_a_free_node_that_needs_the_memory_of_another_model_names_it(tmp_path: Path) -> None:
