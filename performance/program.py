@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -83,6 +84,22 @@ def _exits_on_sigterm() -> Iterator[None]:
 
 def _exit(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
+
+
+@contextmanager
+def client_threads(count: int) -> Iterator[ThreadPoolExecutor]:
+    """Yields threads that send requests. Without an error, waits at the end for all of them.
+
+    After an error or a signal, does not wait, because a server may never respond. The caller then ends its servers,
+    which ends the requests.
+    """
+    pool = ThreadPoolExecutor(count)
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
 
 
 def parse_counts(text: str) -> tuple[int, ...]:

@@ -21,7 +21,6 @@ import argparse
 import random
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +33,15 @@ from performance.load.endpoint import Endpoint
 from performance.load.server_cost import CPU_METRIC
 from performance.load.server_process import configured_server
 from performance.load.watches import fetch_metrics
-from performance.program import LoadTestError, exits_with_errors, new_parser, parse_count, positive, write_json
+from performance.program import (
+    LoadTestError,
+    client_threads,
+    exits_with_errors,
+    new_parser,
+    parse_count,
+    positive,
+    write_json,
+)
 from performance.terminal import format_table
 
 LIMIT = 1.01
@@ -116,7 +123,7 @@ def _run_round(number: int, servers: dict[str, Endpoint], options: argparse.Name
     outputs = {}
     for name in list(servers) if number % 2 else list(reversed(servers)):
         before, begin = _processor_s(servers[name]), time.perf_counter()
-        with ThreadPoolExecutor(options.concurrency) as pool:
+        with client_threads(options.concurrency) as pool:
             asked = [pool.submit(_ask, servers[name], prompt, options.output_tokens) for prompt in prompts]
             outputs[name] = [each.result() for each in asked]
         if number >= WARM_UP_ROUNDS:

@@ -23,7 +23,6 @@ import random
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from performance.load.endpoint import Endpoint
 from performance.load.server_process import configured_server
 from performance.load.watches import fetch_metrics, sampled
 from performance.load.workload import FIRST_PLAIN_TOKEN
-from performance.program import EXIT_FAILURES, LoadTestError, exits_with_errors, new_parser, write_json
+from performance.program import EXIT_FAILURES, LoadTestError, client_threads, exits_with_errors, new_parser, write_json
 
 MOST = 1.2
 """Maximum ratio of the peak memory to the plan."""
@@ -147,7 +146,7 @@ def _load(server: Endpoint, config: Config) -> None:
         server.post("/v1/completions", body, REQUEST_TIMEOUT_S)
 
     requests = prompts(config)
-    with ThreadPoolExecutor(len(requests)) as pool:
+    with client_threads(len(requests)) as pool:
         list(pool.map(send, requests))
 
 

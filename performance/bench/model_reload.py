@@ -6,7 +6,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from time import perf_counter
@@ -17,7 +16,7 @@ from performance.load.closed_loop import run_closed_loop
 from performance.load.endpoint import Endpoint
 from performance.load.options import LoadOptions
 from performance.load.stream import RequestRecord
-from performance.program import LoadTestError
+from performance.program import LoadTestError, client_threads
 
 BEFORE_S = 10.0
 """Seconds before each reload whose times between tokens count as ``before``."""
@@ -112,7 +111,7 @@ def measure_reloads(
     prompts = options.requests(NUM_PROMPTS, options.seed)
     before, during = list[Window](), list[Window]()
     enough = threading.Event()
-    with ThreadPoolExecutor(1) as thread:
+    with client_threads(1) as thread:
         requests = prompts * (MAX_REQUESTS // NUM_PROMPTS)
         load = thread.submit(run_closed_loop, options, requests, clients, enough=enough)
         try:

@@ -25,7 +25,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from typing import Any
 from performance.bench.completion import REQUEST_TIMEOUT_S
 from performance.load.endpoint import Endpoint
 from performance.load.server_process import configured_server
-from performance.program import exits_with_errors, write_json
+from performance.program import client_threads, exits_with_errors, write_json
 
 START_TIMEOUT_S = 600.0
 """Maximum seconds until a server has started."""
@@ -215,7 +214,7 @@ def run_round(endpoint: Endpoint, workload: Workload) -> tuple[float, list[str]]
         return int(answer["usage"]["completion_tokens"]), choice.get("text") or choice["message"]["content"]
 
     start = time.perf_counter()
-    with ThreadPoolExecutor(workload.clients) as pool:
+    with client_threads(workload.clients) as pool:
         results = list(pool.map(one, range(len(workload.bodies))))
     return sum(tokens for tokens, _ in results) / (time.perf_counter() - start), [text for _, text in results]
 

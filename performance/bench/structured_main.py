@@ -21,7 +21,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,7 +32,7 @@ from llm_serving.constraints.grammar import schema_grammar
 from llm_serving.engine.tokenizer import Tokenizer
 from performance.load.endpoint import Endpoint
 from performance.load.server_process import configured_server
-from performance.program import exits_with_errors, write_json
+from performance.program import client_threads, exits_with_errors, write_json
 
 VOCAB_SIZE = 131_072
 """Number of tokens of the vocabulary."""
@@ -188,7 +187,7 @@ def run_round(endpoint: Endpoint, body: dict[str, Any], clients: int) -> tuple[f
         return tokens
 
     start, processor_start = time.perf_counter(), processor_seconds()
-    with ThreadPoolExecutor(clients) as pool:
+    with client_threads(clients) as pool:
         total = sum(pool.map(client, range(clients)))
     seconds, processor = time.perf_counter() - start, processor_seconds() - processor_start
     return total / seconds, 1e6 * processor / total
