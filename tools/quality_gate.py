@@ -36,6 +36,7 @@ from llm_serving.config import Config, ModelConfig, load_config
 from llm_serving.engine.tokenizer_backends import load_tokenizer
 from llm_serving.errors import ConfigError, LLMServingError
 from llm_serving.gguf.place import own_config
+from llm_serving.hub.fetching import cached_draft
 from llm_serving.ipc.shm import SlotLayout, StepSlot
 from llm_serving.model.number_formats import INTEGER_FORMATS
 from llm_serving.sampling_params import SAMPLER_PARAMETERS
@@ -118,7 +119,8 @@ def forced_config(name: str, num_seqs: int, length: int, overrides: Sequence[str
         "pa_config.num_blocks": 1 + num_seqs * -(-length // _BLOCK_SIZE),
         "scheduler_config.max_num_batched_tokens": max(num_seqs, length),
     }
-    return load_config(name, [*(f"{key}={value}" for key, value in sizes.items()), *overrides])
+    settings = [*(f"{key}={value}" for key, value in sizes.items()), *overrides]
+    return load_config(name, settings, fetch=cached_draft)
 
 
 class ForcedDecoder:
@@ -193,7 +195,7 @@ class Model:
 
     def __init__(self, config_name: str, source: str, scratch: Path) -> None:
         self.config_name, self._scratch, self._source = config_name, scratch, source
-        self.plain = load_config(config_name)
+        self.plain = load_config(config_name, fetch=cached_draft)
         assert self.plain.model_config.model_path is not None, "main() has refused a config without a model"
         self.stored = Path(self.plain.model_config.model_path)
         self.file = own_config(self.stored)
@@ -300,7 +302,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     options = parse_arguments(arguments)
     try:
-        if load_config(options.config).model_config.load_format == "dummy":
+        if load_config(options.config, fetch=cached_draft).model_config.load_format == "dummy":
             raise ConfigError(f"{options.config}: random weights have no quality to measure")
         results = run(options.config, options.source, chosen_formats(options.formats), options.texts, options.length)
     except LLMServingError as error:

@@ -43,6 +43,13 @@ def local_model(text: str, *, offline: bool = False, option: str = "--model") ->
     return LocalModel(str(path), None if path.suffix == ".gguf" else name.short)
 
 
+def cached_draft(name: str) -> str:
+    """Returns the path of the model that ``speculative_config.model`` names: a ``Fetch`` for programs that download
+    nothing. Raises HubError if the model is not in a cache.
+    """
+    return local_model(name, offline=True, option="speculative_config.model").path
+
+
 def hub_caches() -> tuple[Path, Path]:
     """Returns the caches of Hugging Face and of ModelScope."""
     from huggingface_hub import constants  # Imported here, because only models with a name need the HTTP library.

@@ -27,6 +27,7 @@ from typing import Any
 from agent.kernels import set_threads
 from llm_serving.cli import config_as_yaml
 from llm_serving.config import Config, load_config
+from llm_serving.hub.fetching import cached_draft
 from performance.bench.against import add_against_options, compare_trees
 from performance.bench.ceilings import drift_text, measure_ceilings
 from performance.bench.engine import offline_engine
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = build_parser().parse_args(arguments)
     if parsed.against is not None:
         return compare_trees("performance/bench_engine.py", arguments, "name", "step_ms")
-    config = load_config(parsed.config, overrides(parsed))
+    config = load_config(parsed.config, overrides(parsed), fetch=cached_draft)
     result = run(config, cases_of(parsed, config), parsed)
     write_json(parsed.json, result)
     if parsed.png is not None:

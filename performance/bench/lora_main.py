@@ -23,6 +23,7 @@ from agent.model_runner import ModelRunner
 from agent.warm_up import make_step
 from agent.weights.storage import from_float32
 from llm_serving.config import Config, load_config
+from llm_serving.hub.fetching import cached_draft
 from llm_serving.ipc.adapters import AdapterMemory
 from llm_serving.ipc.shm import NO_ADAPTER, StepSlot
 from llm_serving.lora.targets import lora_targets
@@ -38,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the times and the losses, and returns 0. Returns 2 if a config is wrong."""
     options = _parse(arguments)
     settings = [f"lora_config.max_adapters={options.adapters}", f"lora_config.max_rank={options.rank}"]
-    config = load_config(options.config, ["model_config.load_format=dummy", *settings, *options.set])
+    settings = ["model_config.load_format=dummy", *settings, *options.set]
+    config = load_config(options.config, settings, fetch=cached_draft)
     start_runtime(config, 0)
     runner = ModelRunner(config, lambda *_: None)
     runner.load()

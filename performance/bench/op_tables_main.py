@@ -19,6 +19,7 @@ from typing import Any
 
 from llm_serving.cli import config_as_yaml
 from llm_serving.config import Config, load_config
+from llm_serving.hub.fetching import cached_draft
 from llm_serving.model.number_formats import AUTO, weight_format
 from performance.bench.ceilings import Ceilings, measure_ceilings
 from performance.bench.engine import OfflineEngine, offline_engine
@@ -110,7 +111,8 @@ def _title(model: str, formats: dict[str, dict[str, str]], *, same: bool, thread
 def _config(name: str, weights: str, table: str, parsed: argparse.Namespace) -> Config:
     settings = [f"model_config.op_table={table}", f"model_config.weight_format={weights}"]
     settings += [f"model_config.cpu_threads={parsed.threads}"] if parsed.threads else []
-    return load_config(name, ["serving_config.agent_ports=[0]", *settings, *parsed.settings])
+    settings = ["serving_config.agent_ports=[0]", *settings, *parsed.settings]
+    return load_config(name, settings, fetch=cached_draft)
 
 
 def _row(

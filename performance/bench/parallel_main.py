@@ -26,6 +26,7 @@ from agent.kernels.collectives import exchange_times
 from agent.model_runner import ModelRunner
 from agent.warm_up import make_step
 from llm_serving.config import Config, load_config
+from llm_serving.hub.fetching import cached_draft
 from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
 from llm_serving.ipc.shm import LAST_TOKEN
 from performance.program import new_parser, write_json
@@ -69,7 +70,7 @@ def config_of(arguments: argparse.Namespace, group: tuple[int, ...]) -> Config:
     parallel = [f"parallel_config.tensor_parallel={group[0]}", f"parallel_config.pipeline_parallel={group[1]}"]
     if group[0] > 1:
         parallel.append("parallel_config.sum_parts=1")  # sum_parts is only allowed if tensor_parallel is 1
-    return load_config(arguments.config, [*arguments.settings, *parallel])
+    return load_config(arguments.config, [*arguments.settings, *parallel], fetch=cached_draft)
 
 
 def measure(arguments: argparse.Namespace, group: tuple[int, ...]) -> dict[str, Any]:

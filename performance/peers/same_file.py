@@ -29,6 +29,7 @@ from typing import Any
 from llm_serving.cli import DEFAULT_CONFIG
 from llm_serving.config import Config, load_config
 from llm_serving.gguf.place import find_gguf
+from llm_serving.hub.fetching import cached_draft
 from performance.bench.engine import offline_engine
 from performance.bench.engine_rows import cases_of, random_prompts
 from performance.peers.compare import Peer, measure_peer, rate
@@ -63,7 +64,8 @@ examples:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the comparison and returns 0. Raises UsageError without a GGUF file; LoadTestError if an engine fails."""
     parsed = build_parser().parse_args(arguments)
-    config = load_config(parsed.config, _settings(parsed.own_file or parsed.file, parsed.settings))
+    settings = _settings(parsed.own_file or parsed.file, parsed.settings)
+    config = load_config(parsed.config, settings, fetch=cached_draft)
     own = _file_of(config)
     file = own if parsed.own_file is None else _file_of_peer(parsed)
     parsed.vocab_size = config.shape.vocab_size
@@ -117,7 +119,7 @@ def _file_of(config: Config) -> Path:
 def _file_of_peer(parsed: argparse.Namespace) -> Path:
     """Returns the file of llama.cpp if this engine has another one. The settings of --set may not suit this file."""
     if parsed.file is None:
-        return _file_of(load_config(parsed.config, ()))
+        return _file_of(load_config(parsed.config, fetch=cached_draft))
     file = find_gguf(parsed.file.resolve())
     if file is None:
         raise UsageError(f"--file {parsed.file}: there is no GGUF file")
@@ -147,8 +149,8 @@ def measure_ours(settings: Sequence[str], parsed: argparse.Namespace) -> Rates:
 
     ``settings`` are added to the config ``parsed.config``. ``parsed`` has the options of ``build_parser``.
     """
-    threads = f"model_config.cpu_threads={parsed.threads}"
-    config = load_config(parsed.config, [*settings, threads, "serving_config.agent_ports=[0]"])
+    settings = [*settings, f"model_config.cpu_threads={parsed.threads}", "serving_config.agent_ports=[0]"]
+    config = load_config(parsed.config, settings, fetch=cached_draft)
     rates: Rates = {}
     with offline_engine(config) as engine:
         for case in cases_of(parsed, config):

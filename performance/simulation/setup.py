@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from llm_serving.config import Config, load_config
 from llm_serving.engine.scheduler_limits import scheduler_limits
 from llm_serving.errors import CheckpointError, ConfigError
+from llm_serving.hub.fetching import cached_draft
 from llm_serving.scheduler.limits import SchedulerLimits
 from performance.program import UsageError
 from performance.simulation.device import CostModel, DeviceRates, RooflineDevice
@@ -68,10 +69,10 @@ def simulated_config(name: str, settings: Sequence[str], device: str) -> Config:
     ascend = device != "cpu"
     settings = [ANY_PORTS, *settings]
     try:
-        return load_config(name, settings, ascend=ascend)
+        return load_config(name, settings, ascend=ascend, fetch=cached_draft)
     except (CheckpointError, ConfigError):
         target = f"model_config.device_target={'Ascend' if ascend else 'CPU'}"
-        return load_config(name, [*WITHOUT_FILES, target, *settings], ascend=ascend)
+        return load_config(name, [*WITHOUT_FILES, target, *settings], ascend=ascend, fetch=cached_draft)
 
 
 def make_setup(name: str, settings: Sequence[str], device: str, fit: StepFit | None = None) -> Setup:

@@ -11,9 +11,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
+from llm_serving.hub.hugging_face import HuggingFace
+from llm_serving.hub.names import ModelName
 from llm_serving.telemetry.events import EVENTS
-from support.small_configs import REPOSITORY
+from support.hub_server import REPOSITORY as MODEL
+from support.hub_server import folder_files, hub_server
+from support.small_configs import REPOSITORY, TINY_LLAMA
 from tools.diagnosis import bundle
 from tools.diagnosis.host import CommandResult, Host
 from tools.diagnosis.main import main
@@ -132,6 +137,33 @@ def test_a_wrong_config_is_a_part_of_the_bundle(tmp_path: Path) -> None:
     host = Host(tmp_path, {}, lambda *_: CommandResult(None, failure="not found"))
     assert main(["bundle", "--out", str(out), "--logs", str(tmp_path), "--set", "pa_config.num_blocks=x"], host) == 0
     assert "pa_config.num_blocks = 'x'" in files_of(out)["config/error.txt"]
+
+
+def test_a_draft_model_is_found_in_the_cache_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bundle also contains the server's log if the draft model is not in the cache, as after a failed download."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
+    monkeypatch.chdir(tmp_path)  # without the config's log folder, the bundle has the logs of output/
+    log = written_log(tmp_path) / "server.log"
+    host = Host(tmp_path / "root", {}, lambda *_: CommandResult(None, failure="not found"))
+    settings = ["speculative_config.method=draft", f"speculative_config.model={MODEL}", f"log_config.path={log}"]
+    given = ["bundle", "--config", "llama_tiny_cpu.yaml", *(part for each in settings for part in ("--set", each))]
+    assert main([*given, "--out", str(tmp_path / "absent.tar.gz")], host) == 0
+    with hub_server(folder_files(TINY_LLAMA)) as hub:
+        HuggingFace(hub.url, tmp_path / "hf").fetch(ModelName("hf", MODEL))
+    assert main([*given, "--out", str(tmp_path / "cached.tar.gz")], host) == 0
+    absent, cached = files_of(tmp_path / "absent.tar.gz"), files_of(tmp_path / "cached.tar.gz")
+    assert "logs/server.log" in absent
+    assert "logs/server.log" in cached
+    assert f"hf:{MODEL} is not in the cache" in absent["config/error.txt"]
+    assert json.loads(cached["config/resolved.json"])["speculative_config"]["method"] == "draft"
+    [finding] = [each for each in json.loads(absent["findings.json"]) if each["subject"] == "config"]
+    assert (finding["level"], finding["advice"].partition(";")[0]) == (
+        "problem",
+        "correct the name, or let a server download the model",
+    )
+    levels = [each["level"] for each in json.loads(cached["findings.json"]) if each["subject"] == "config"]
+    assert levels
+    assert "problem" not in levels
 
 
 def test_long_logs_keep_their_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from agent.weights.sharding import part_forms
 from llm_serving.config import Config, load_config
 from llm_serving.config.loader import find_config_file
 from llm_serving.formats.strict_yaml import read_yaml_mapping
+from llm_serving.hub.fetching import cached_draft
 from tools.ascend_graph.mind_ir import Graph, read_graph
 
 
@@ -35,7 +36,7 @@ def ascend_config(name: str, overrides: Sequence[str] = ()) -> Config:
     ]
     if own_dtype(name) not in ("float16", "bfloat16"):
         given.append("model_config.model_dtype=bfloat16")
-    return load_config(name, [*given, *overrides], ascend=True)
+    return load_config(name, [*given, *overrides], ascend=True, fetch=cached_draft)
 
 
 def forms_of(config: Config) -> LinearForms:

@@ -14,12 +14,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llm_serving.version import __version__
 from tools.diagnosis.examination import examine
 from tools.diagnosis.finding import Finding
 from tools.diagnosis.host import Host
 from tools.diagnosis.redaction import redact_environment, redact_log, redact_text, redact_value
+
+if TYPE_CHECKING:
+    from llm_serving.config import Config
 
 MAX_FILE_BYTES = 8 << 20
 """Maximum size of a log in the bundle. The end of a longer log is kept."""
@@ -111,11 +115,10 @@ def _attached(files: Sequence[Path]) -> list[tuple[str, str]]:
 
 def _server_pages(host: Host, name: str, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yields pages of the server of this config, if it runs on this machine."""
-    from llm_serving.config import load_config
     from llm_serving.errors import LLMServingError
 
     try:
-        serving = load_config(name, overrides).serving_config
+        serving = _without_drafts(name, overrides).serving_config
     except LLMServingError:
         return
     address = "localhost" if _is_any_address(serving.server_ip) else serving.server_ip
@@ -141,14 +144,13 @@ def _without_secrets(text: str) -> str:
 
 def _config(name: str, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yields the config file, the overrides and the complete loaded config, or the reason why it cannot be loaded."""
-    from llm_serving.config import load_config
     from llm_serving.config.lookup import find_config_file
     from llm_serving.errors import LLMServingError
 
     try:
         yield "config/stated.yaml", redact_text(find_config_file(name).read_text(encoding="utf-8", errors="replace"))
         yield "config/overrides.txt", redact_text("\n".join(overrides))
-        config = load_config(name, overrides)
+        config = _loaded(name, overrides)
         yield "config/resolved.json", _json(redact_value(json.loads(config.to_json())))
         if config.model_config.model_cfg_path is not None:
             text = Path(config.model_config.model_cfg_path).read_text(encoding="utf-8", errors="replace")
@@ -157,12 +159,28 @@ def _config(name: str, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield "config/error.txt", redact_text(str(error))
 
 
-def _log_folder(name: str, overrides: Sequence[str]) -> Path | None:
+def _loaded(name: str, overrides: Sequence[str]) -> Config:
     from llm_serving.config import load_config
+    from llm_serving.hub.fetching import cached_draft
+
+    return load_config(name, overrides, fetch=cached_draft)
+
+
+def _without_drafts(name: str, overrides: Sequence[str]) -> Config:
+    """Returns the config, without its draft model if this is not in a cache. The server's download may have failed."""
+    from llm_serving.errors import HubError
+
+    try:
+        return _loaded(name, overrides)
+    except HubError:
+        return _loaded(name, [*overrides, "speculative_config.method=off", "speculative_config.model=null"])
+
+
+def _log_folder(name: str, overrides: Sequence[str]) -> Path | None:
     from llm_serving.errors import LLMServingError
 
     try:
-        return Path(load_config(name, overrides).log_config.path).parent
+        return Path(_without_drafts(name, overrides).log_config.path).parent
     except LLMServingError:
         return Path("output")
 

@@ -11,7 +11,8 @@ from llm_serving.access.listening import bound_socket
 from llm_serving.config import Config, load_config
 from llm_serving.config.hardware import has_ascend
 from llm_serving.engine.tokenizer_backends import load_tokenizer
-from llm_serving.errors import LLMServingError
+from llm_serving.errors import HubError, LLMServingError
+from llm_serving.hub.fetching import cached_draft
 from llm_serving.ipc.exchange import exchange_bytes
 from llm_serving.ipc.shm import NUM_SLOTS, SlotLayout
 from llm_serving.planning.auto_blocks import fit_sizes
@@ -38,20 +39,22 @@ def look_at_config(host: Host, name: str, overrides: Sequence[str]) -> Deploymen
     """
     ascend = has_ascend(host.environment, host.path("/dev"))
     try:
-        config = fit_sizes(load_config(name, overrides, ascend=ascend), Machine.detect())
+        config = fit_sizes(load_config(name, overrides, ascend=ascend, fetch=cached_draft), Machine.detect())
     except LLMServingError as error:
-        return _refused(name, overrides, ascend, str(error))
+        return _refused(name, overrides, ascend, error)
     findings = [ok("config", f"{config.file}: {config.model_name} on {config.device}, {config.op_table} operators")]
     findings += [warning("config", note, "check whether this is intended") for note in config.notes]
     return Deployment(config, config.device == "Ascend", tuple(findings))
 
 
-def _refused(name: str, overrides: Sequence[str], ascend: bool, reason: str) -> Deployment:
-    finding = problem("config", reason, "correct it; docs/configuration.md lists all keys")
+def _refused(name: str, overrides: Sequence[str], ascend: bool, error: LLMServingError) -> Deployment:
+    reason = str(error)
+    advice = "correct the name, or let a server download the model" if isinstance(error, HubError) else "correct it"
+    finding = problem("config", reason, f"{advice}; docs/configuration.md lists all keys")
     if ascend:
         return Deployment(None, False, (finding,))
     try:
-        config = load_config(name, overrides, ascend=True)
+        config = load_config(name, overrides, ascend=True, fetch=cached_draft)
     except LLMServingError:
         return Deployment(None, False, (finding,))
     advice = "see NPU, driver and CANN below, or set model_config.device_target: CPU"

@@ -25,6 +25,7 @@ from pathlib import Path
 from llm_serving.cli import DEFAULT_CONFIG
 from llm_serving.config import load_config
 from llm_serving.gguf.place import find_gguf
+from llm_serving.hub.fetching import cached_draft
 from performance.peers.auto.environments import environment_python
 from performance.peers.auto.model_files import model_path
 from performance.peers.auto.picture import numbers_path, write_picture
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for picture in picture_paths(parsed):
         if parsed.json is not None and numbers_path(picture).resolve() == parsed.json.resolve():
             raise UsageError(f"the picture's numbers are in {parsed.json}; choose another file for --json")
-    config = load_config(parsed.config, parsed.settings)
+    config = load_config(parsed.config, parsed.settings, fetch=cached_draft)
     path = config.model_config.model_path
     file = None if path is None else find_gguf(Path(path))
     if file is None:
