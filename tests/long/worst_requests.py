@@ -24,10 +24,13 @@ from support.long_program import run_program  # noqa: E402
 from support.server_process import running_server  # noqa: E402
 from support.stall_watch import Stall, StallWatch  # noqa: E402
 from support.worst_requests import (  # noqa: E402
+    EMBEDDING_OVERRIDES,
     IMAGE_OVERRIDES,
     OVERRIDES,
     WorstRequest,
     slow_model,
+    wide_embedding_model,
+    worst_embedding_requests,
     worst_image_requests,
     worst_requests,
 )
@@ -46,7 +49,12 @@ def main() -> int:
         folder = Path(scratch)
         write_vision_model(folder / "vision_model")
         servers = [
-            (slow_model(folder), OVERRIDES, worst_requests(arguments.max_tokens)),
+            (
+                slow_model(folder),
+                (*OVERRIDES, f"batch_config.folder={folder / 'batches'}"),
+                worst_requests(arguments.max_tokens),
+            ),
+            (wide_embedding_model(folder), EMBEDDING_OVERRIDES, worst_embedding_requests()),
             (folder / "vision_model", IMAGE_OVERRIDES, worst_image_requests()),
         ]
         for number, (model, overrides, requests) in enumerate(servers):

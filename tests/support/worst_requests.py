@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from llm_serving.constraints.grammar import MAX_CHOICES as MAX_GRAMMAR_CHOICES
@@ -35,8 +36,10 @@ from llm_serving.server.limits import (
     MAX_SEQUENCES,
     MAX_TOOLS,
 )
+from performance.models.folders import write_safetensors
 from support.chat_images import data_url, image_part, png_of
-from support.small_configs import TINY_LLAMA
+from support.embedding_folders import write_embedding_folder
+from support.small_configs import TINY_LLAMA, write_json
 from support.time_limits import time_limit
 
 CONTEXT = 2048
@@ -45,6 +48,11 @@ TIMEOUT_S = 600.0
 OVERRIDES = ("model_config.decode_batch_size=[64]", "model_config.prefill_batch_size=[16]", "pa_config.num_blocks=4096")
 IMAGE_OVERRIDES = ("model_config.seq_length=[1024]", "model_config.max_generate_length=1024",
                    "pa_config.decode_seq_length=1024", f"serving_config.max_body_bytes={16 << 20}")  # fmt: skip
+EMBEDDING_OVERRIDES = ("model_config.decode_batch_size=[64]", "model_config.prefill_batch_size=[16]")
+EMBEDDING_WIDTH = 4096
+"""Numbers of an embedding, as many as those of Qwen3-Embedding-8B."""
+FILE_BYTES = 64 << 20
+"""Size of an uploaded file with the requests of a batch."""
 SLOW_TEMPLATE = (
     "{% for i in range(9000) %}{% endfor %}"
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
@@ -68,13 +76,15 @@ class WorstRequest:
     path: str
     body: bytes
     read: Callable[[http.client.HTTPResponse], None] = lambda response: _read_all(response)
+    method: str = "POST"
+    content_type: str = "application/json"
 
     def send(self, port: int) -> None:
         """Sends the request and reads the response. Raises AssertionError if it is not accepted."""
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=time_limit(TIMEOUT_S))
         try:
             body = self.body.replace(NUMBER.encode(), str(next(_SENT)).encode())
-            connection.request("POST", self.path, body, {"Content-Type": "application/json"})
+            connection.request(self.method, self.path, body, {"Content-Type": self.content_type})
             response = connection.getresponse()
             assert response.status == 200, (self.name, response.status, response.read()[:300])
             self.read(response)
@@ -92,8 +102,38 @@ def slow_model(folder: Path) -> Path:
 
 
 def worst_requests(max_tokens: int) -> list[WorstRequest]:
-    """Returns the requests. The server must run with ``OVERRIDES``. ``max_tokens`` limits the length of outputs."""
-    return [*_bodies(), *_texts(), *_grammars(), *_outputs(max_tokens)]
+    """Returns the requests. The server must run with ``OVERRIDES`` and a folder for batches. ``max_tokens`` limits the
+    length of outputs.
+
+    The requests of operators come last, because their responses describe the requests before.
+    """
+    return [*_bodies(), *_texts(), *_grammars(), *_outputs(max_tokens), _upload(), *_operators()]
+
+
+def wide_embedding_model(folder: Path) -> Path:
+    """Makes a small model whose embeddings have ``EMBEDDING_WIDTH`` numbers."""
+    model = write_embedding_folder(folder / "embedding_model", "mean_tokens", dense=True)
+    values = json.loads((model / "2_Dense" / "config.json").read_text())
+    write_json(model / "2_Dense" / "config.json", {**values, "out_features": EMBEDDING_WIDTH})
+    random = np.random.default_rng(0)
+    weight = random.standard_normal((EMBEDDING_WIDTH, values["in_features"])).astype(np.float32)
+    bias = random.standard_normal(EMBEDDING_WIDTH).astype(np.float32)
+    write_safetensors(model / "2_Dense" / "model.safetensors", {"linear.weight": weight, "linear.bias": bias})
+    return model
+
+
+def worst_embedding_requests() -> list[WorstRequest]:
+    """Returns requests with as many texts as possible, for a server of ``wide_embedding_model``."""
+    length = 32768 // MAX_SEQUENCES - 8  # tokens of a text, because a request may need at most 32768 tokens
+    texts = ["t9 " * length] * MAX_SEQUENCES
+    some = texts[: MAX_SEQUENCES - 1]
+    return [
+        _request("embeddings: numbers", "/v1/embeddings", {"input": texts}),
+        _request("embeddings: base64", "/v1/embeddings", {"input": texts, "encoding_format": "base64"}),
+        _request("embeddings: tokens", "/v1/embeddings", {"input": [[7] * length] * MAX_SEQUENCES}),
+        _request("embeddings: rerank", "/v1/rerank", {"query": "t9", "documents": some, "return_documents": True}),
+        _request("embeddings: score", "/v1/score", {"text_1": "t9", "text_2": some}),
+    ]
 
 
 def worst_image_requests() -> list[WorstRequest]:
@@ -245,6 +285,26 @@ def _outputs(max_tokens: int) -> list[WorstRequest]:
         _request("output: stream of details", "/generate_stream", {"inputs": "a", "parameters": details}),
         _completion("output: beams", {"prompt": "a", "max_tokens": 64, "use_beam_search": True, "n": 16}),
     ]
+
+
+def _upload() -> WorstRequest:
+    """Returns the upload of a file with the requests of a batch."""
+    body = {"model": "llama_tiny", "messages": [{"role": "user", "content": "a" * 1200}], "max_tokens": 1}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    content = json.dumps(line).encode() + b"\n"
+    boundary = "boundary-of-parts"
+    heads = [
+        f'--{boundary}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n',
+        f'--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="lines.jsonl"\r\n\r\n',
+    ]
+    form = "".join(heads).encode() + content * (FILE_BYTES // len(content)) + f"\r\n--{boundary}--\r\n".encode()
+    content_type = f"multipart/form-data; boundary={boundary}"
+    return WorstRequest("batch: upload of a file", "/v1/files", form, content_type=content_type)
+
+
+def _operators() -> list[WorstRequest]:
+    paths = {"metrics": "/metrics", "receipts of requests": "/requests?limit=500"}
+    return [WorstRequest(f"operators: {name}", path, b"", method="GET") for name, path in paths.items()]
 
 
 def _tensors(name: str, ids: list[Any], datatype: str) -> WorstRequest:

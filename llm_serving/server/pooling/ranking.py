@@ -8,6 +8,7 @@ the cosine of the embeddings of query and text.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -299,7 +300,9 @@ async def _compared(
         for texts, name, prompt in zip((first, second), names, before, strict=True)
     ]
     vectors = await pooled_results(generation, request, [*groups[0], *groups[1]], names[1])
-    return [cosine(one, other) for one, other in _pairs(vectors[: len(first)], vectors[len(first) :])]
+    pairs = _pairs(vectors[: len(first)], vectors[len(first) :])
+    # 255 pairs of wide embeddings would block the event loop for 20 ms.
+    return await asyncio.to_thread(lambda: [cosine(one, other) for one, other in pairs])
 
 
 def _check_texts(first: Sequence[str], second: Sequence[str], names: tuple[str, str]) -> None:
