@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm_serving.constraints.grammar import MAX_GRAMMAR_BYTES, _least_chars, choice_grammar, schema_grammar
@@ -17,6 +17,7 @@ JSON_VALUES = st.recursive(
 )
 
 
+@settings(max_examples=30)
 @given(JSON_VALUES)
 def test_the_counted_size_is_at_most_the_size_of_the_text(schema: object) -> None:
     assert _least_chars(schema, 10**9) <= len(json.dumps(schema, ensure_ascii=False))

@@ -91,6 +91,7 @@ def test_tokens_and_log_probabilities_equal_those_of_peft(
     assert found["model"] == (name or server.get("/v1/models")["data"][0]["id"])
 
 
+@pytest.mark.sweep
 def test_a_program_names_an_adapter_as_its_model(
     server: ServerProcess, folders: dict[str, Path], shallow_model: Path
 ) -> None:

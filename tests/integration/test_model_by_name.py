@@ -53,6 +53,7 @@ def test_a_name_is_downloaded_served_and_found_again_offline(tmp_path: Path, mon
     assert os.environ["HF_HOME"] in done.stderr
 
 
+@pytest.mark.sweep
 def test_a_draft_model_is_downloaded_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     draft = ("--config", "llama_tiny_cpu.yaml", "--set", "speculative_config.method=draft", "--set")

@@ -369,7 +369,7 @@ NATIVE = ("model_config.op_table=native", "model_config.model_dtype=bfloat16")
             ("suffix", "decode_batch_size", NATIVE),
             ("draft", "max_num_seqs", NATIVE),
         ],
-        lambda method, setting, more: method == "eagle" or bool(more),
+        lambda method, setting, more: method != "suffix" or bool(more),
     ),
 )
 def test_a_server_of_one_sequence_has_drafts(

@@ -41,6 +41,7 @@ def test_a_reload_without_requests_is_an_error() -> None:
         ReloadFigures.of(1, [record(0.0, 1.0, 2.0)], [], [(1.5, 3.0), (6.0, 7.0)])
 
 
+@pytest.mark.sweep
 def test_a_reload_of_a_busy_server_fails_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_reload, "BEFORE_S", 1.0)
     monkeypatch.setattr(model_reload, "PAUSE_S", 1.0)

@@ -85,6 +85,7 @@ def test_both_modes_get_the_same_load_in_alternating_order(tmp_path: Path, capsy
     assert lines[-1].endswith("limit 5 %: met")
 
 
+@pytest.mark.sweep
 def test_a_quiet_server_that_is_busy_without_requests_misses_the_limit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +106,7 @@ def test_a_server_that_does_not_come_to_rest_is_not_measured(
     assert not (tmp_path / "result.json").exists()
 
 
+@pytest.mark.sweep
 def test_without_rapl_the_table_has_no_joules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, energy=False) == 0
     assert "light load: joules for 1000 tokens - - -" in " ".join(capsys.readouterr().out.split())

@@ -12,8 +12,9 @@ import pytest
 from llm_serving.request import FinishReason, RequestOutput
 from llm_serving.routing.pools import PoolStatus
 from llm_serving.scheduler.output import NOT_FINITE_ERROR
+from llm_serving.self_checks import canary_file
 from llm_serving.self_checks.canary import OUTPUT_TOKENS, Canary
-from llm_serving.self_checks.canary_file import MAX_FILES, CanaryFile, canary_folder, keeps_tokens
+from llm_serving.self_checks.canary_file import CanaryFile, canary_folder, keeps_tokens
 from support.small_configs import small_config
 
 RIGHT = tuple(range(100, 100 + OUTPUT_TOKENS))
@@ -345,12 +346,13 @@ def test_a_folder_that_cannot_be_made_is_reported_once(make_config):
     assert (seen.results, [event for event, _ in seen.lines]) == (["passed", "passed"], ["canary_not_stored"])
 
 
-def test_the_number_of_files_is_limited(make_config):
+def test_the_number_of_files_is_limited(make_config, monkeypatch):
+    monkeypatch.setattr(canary_file, "MAX_FILES", 5)
     config = make_config()
-    for number in range(MAX_FILES + 3):
+    for number in range(8):
         CanaryFile(config, f"kernels {number}", (1, 2), 1).write((number,))
-    assert len(files(config)) == MAX_FILES
-    assert CanaryFile(config, f"kernels {MAX_FILES + 2}", (1, 2), 1).read() == (MAX_FILES + 2,)
+    assert len(files(config)) == 5
+    assert CanaryFile(config, "kernels 7", (1, 2), 1).read() == (7,)
 
 
 @pytest.mark.parametrize(

@@ -285,7 +285,7 @@ class FakeDevice:
         self._keep_tokens(slot, result.sampled_ids)
         if any(sampling.top_logits for sampling in slot.samplings):
             result.tops = [
-                tuple((token + rank, float(-rank)) for rank in range(sampling.top_logits))
+                tuple(((token + rank) % VOCABULARY, float(-rank)) for rank in range(sampling.top_logits))
                 for token, sampling in zip(result.sampled_ids, slot.samplings, strict=True)
             ]
         return result

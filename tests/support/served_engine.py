@@ -78,6 +78,8 @@ async def served(*, standby: Standby | None = None, **limits: object) -> AsyncIt
         end_token_ids=(END_TOKEN,),
         parallel_config=SimpleNamespace(routing="prefix"),
         speculative_config=SimpleNamespace(method="off"),
+        max_drafts=0,
+        max_decode_entries=sizes.max_num_seqs,
         model_config=SimpleNamespace(logits_processors=()),
         log_config=SimpleNamespace(state_interval_s=60.0),
         lora_config=SimpleNamespace(max_adapters=0),
