@@ -58,8 +58,9 @@ LONGEST_STEP = 2.0
 """Maximum time of a step while sequences decode, as a multiple of the objective for the time between tokens."""
 
 MIN_LEAD_S = 0.002
-"""Minimum seconds from sending a step to the expected end of the running step, while light keys are active and the
-agent keeps the order of the steps.
+"""Minimum seconds from sending a step to the expected end of the running step.
+
+It applies while light keys are active and the agent keeps the order of the steps.
 """
 
 _MARGIN = 0.1

@@ -154,8 +154,8 @@ class _Reload(Generic[V]):
         """Returns the other models that must end, so that the old and the new version of this model fit into memory
         together.
 
-        Returns None if they cannot fit together, or if no node is free for the new version, but the new version fits
-        after the end of the old version. Only ``drain_first`` permits this. Otherwise raises ModelStateError.
+        Returns None if the new version fits only after the end of the old version, because memory or free nodes are
+        missing. Only ``drain_first`` permits this. Otherwise raises ModelStateError.
         """
         problem: ModelMemoryError | NoFreeNodeError
         try:

@@ -1,8 +1,7 @@
 """Stores the tokens of the canary on disk, so that a server can compare its first run with runs of earlier servers.
 
-Each key has a file. The key has everything on which the tokens may depend: the model's files, the settings of the
-model, and the code and the instruction set of the kernels. So a changed model or a new version of the program has a new
-file.
+Each key has a file. The tokens may depend on the model's files and settings, and on the code and the instruction set of
+the kernels. The key has all of these. So a changed model or a new version of the program has a new file.
 """
 
 from __future__ import annotations
