@@ -387,10 +387,9 @@ class OpTable(ABC):
         operator also sums over the agents. Returns None if the device cannot run several layers as one operator. The
         model then uses one operator for each part of a layer.
 
-        ``layers`` has a tuple for each layer: the gammas of the norms before attention and before the MLP; the weights
-        qkv, output, gate_up and down; the key cache and the value cache; the entries of ``of_heads`` of ``attention``.
-        With ``result_norms``, the gammas of two more norms follow. These norms are applied to the results of attention
-        and of the MLP, before the results are added to the residual stream.
+        ``layers`` has a tuple for each layer. First come the gammas of the norms before attention and before the MLP.
+        Then come the weights qkv, output, gate_up and down, the two caches, and ``of_heads`` of ``attention``. With
+        ``result_norms``, two gammas follow, for the results of attention and of the MLP before they are added.
         """
         return None
 

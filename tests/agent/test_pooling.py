@@ -110,7 +110,7 @@ def test_a_mean_needs_every_token_of_its_sequence() -> None:
 
 @pytest.mark.parametrize("labels", [("good",), ("good", "bad", "ugly", "odd")])
 def test_a_classifier_needs_a_row_for_each_label(tmp_path: Path, labels: tuple[str, ...]) -> None:
-    """Missing rows must not become the content of memory that nobody has written."""
+    """With too few rows, the logits of the other labels would be uninitialised memory."""
     folder = write_classifier_folder(tmp_path / "model", ("good", "bad", "ugly"))
     config = small_config(tmp_path, [f"model_config.model_path={folder}"])
     assert config.pooling is not None
