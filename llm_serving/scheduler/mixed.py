@@ -61,7 +61,8 @@ class MixedComposer(StepComposer):
         """Returns a step with one token of each sequence that can decode, and chunks of prompts.
 
         Returns None if there is nothing to run. If sequences decode, ``budget`` is the step's maximum number of tokens.
-        But prompts get up to ``_MIN_CHUNK`` tokens even if they do not fit. If no sequence decodes, ``budget`` does not
+        But prompts get up to ``_MIN_CHUNK`` tokens even if they do not fit. Sequences with drafts in flight decode, too:
+        they are not in the step, but their next tokens wait for its end. If no sequence decodes, ``budget`` does not
         limit the step. ``starts`` decides which requests may start. The prompts in ``late`` can no longer be on time.
         They only get tokens that no other prompt can use.
         """
@@ -113,8 +114,8 @@ class MixedComposer(StepComposer):
     ) -> ChunkPlan:
         state, limits = self._state, self._state.limits
         num_tokens = limits.max_num_batched_tokens - len(decoding)
-        if decoding:
-            num_tokens = min(num_tokens, max(budget - len(decoding), _MIN_CHUNK))
+        if num_decoding := len(decoding) or sum(sequence.is_decoding for sequence in state.running):
+            num_tokens = min(num_tokens, max(budget - num_decoding, _MIN_CHUNK))
         history = sum(s.request.num_tokens for s in decoding if s.restarts and s.request.sampling.has_penalties)
         plan = ChunkPlan(limits, num_tokens, history)
         self._continue_prompts(plan, skip=late)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from llm_serving.ipc.drafts import REJECTED
+from llm_serving.scheduler.limits import Policy
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
 from support.fakes import END_TOKEN, expected_tokens, make_limits, make_request
 from support.scheduler_scripts import Script, play
@@ -100,6 +101,28 @@ def test_tokens_up_to_the_first_wrong_draft_count(wrong: int) -> None:
 def test_penalties_count_only_the_tokens_before() -> None:
     simulation, _, _ = drafted(3, 1, presence_penalty=0.5)
     simulation.answer()
+    simulation.finish()
+    simulation.check_texts(64)
+
+
+@pytest.mark.parametrize("policy", [Policy.CHUNKED, Policy.SLO])
+def test_a_prompt_behind_a_step_with_drafts_gets_only_a_chunk(policy: Policy) -> None:
+    """The next tokens of a sequence with drafts in flight wait for the step of the prompt."""
+    limits = make_limits(policy=policy, decode_steps_ahead=1, chunk_tokens=20, tbt_objective=5e-3)
+    simulation = Simulation(limits)
+    request = make_request("a", 6, 40)
+    simulation.add(request)
+    expected = expected_tokens(request, 64)
+    while len(request.output_token_ids) < 20:  # then policy slo has learnt the time of a step
+        schedule_one(simulation)
+        simulation.answer()
+    draft = expected[len(request.output_token_ids) :][:3]
+    simulation.scheduler.offer_drafts([("a", draft)])
+    assert schedule_one(simulation).num_drafts
+    simulation.add(make_request("long", 48, 2))
+    step = schedule_one(simulation)
+    assert [each.request_id for each in step.requests] == ["long"]
+    assert step.num_tokens < 20
     simulation.finish()
     simulation.check_texts(64)
 
