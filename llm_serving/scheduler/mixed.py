@@ -61,10 +61,10 @@ class MixedComposer(StepComposer):
         """Returns a step with one token of each sequence that can decode, and chunks of prompts.
 
         Returns None if there is nothing to run. If sequences decode, ``budget`` is the step's maximum number of tokens.
-        But prompts get up to ``_MIN_CHUNK`` tokens even if they do not fit. Sequences with drafts in flight decode, too:
-        they are not in the step, but their next tokens wait for its end. If no sequence decodes, ``budget`` does not
-        limit the step. ``starts`` decides which requests may start. The prompts in ``late`` can no longer be on time.
-        They only get tokens that no other prompt can use.
+        But prompts get up to ``_MIN_CHUNK`` tokens even if they do not fit. Sequences whose drafts are in flight also
+        decode: they are not in the step, but their next tokens wait for its end. If no sequence decodes, ``budget``
+        does not limit the step. ``starts`` decides which requests may start. The prompts in ``late`` can no longer be
+        on time. They only get tokens that no other prompt can use.
         """
         if not any(flight.step.overtakes for flight in self._state.in_flight):
             self._light_streak = 0  # otherwise, steps for light keys still run before this step
