@@ -282,8 +282,9 @@ class Config:
         return min(max(self.model_config.decode_batch_size), self.max_num_seqs)
 
     @property
-    def max_drafts(self) -> int:
-        """Maximum number of drafts of a sequence in a decode step. 0 without speculative decoding.
+    def wanted_drafts(self) -> int:
+        """Maximum number of drafts of a sequence in a decode step that has space for them. 0 without speculative
+        decoding.
 
         With pipeline parallelism, there are no drafts: to keep all stages busy, a step is sent before the result of the
         previous step is known. But drafts depend on that result. Embedding models generate no tokens.
@@ -291,7 +292,13 @@ class Config:
         section, stages = self.speculative_config, self.parallel_config.pipeline_parallel
         if section.method == "off" or self.pooling is not None or stages > 1:
             return 0
-        return min(section.max_draft_tokens, self.max_num_batched_tokens - 1, self.max_model_len - 1)
+        return min(section.max_draft_tokens, self.max_model_len - 1)
+
+    @property
+    def max_drafts(self) -> int:
+        """Maximum number of drafts of a sequence in a decode step: ``wanted_drafts``, limited by the tokens of a step.
+        """
+        return min(self.wanted_drafts, self.max_num_batched_tokens - 1)
 
     @property
     def max_decode_entries(self) -> int:

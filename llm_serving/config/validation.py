@@ -293,8 +293,27 @@ def _check_draft_model(raw: RawConfig, config: Config) -> None:
             raise raw.error("speculative_config.method", method, f"cannot be used with {obstacle}; set auto or off")
 
 
-def note_short_drafts(raw: RawConfig, config: Config) -> tuple[str, ...]:
-    """Returns a note for the log if the draft model has shorter contexts than the server."""
+def note_drafts(raw: RawConfig, config: Config) -> tuple[str, ...]:
+    """Returns notes for the log about settings that allow fewer drafts than ``speculative_config`` states."""
+    return (*_note_small_steps(raw, config), *_note_short_contexts(raw, config))
+
+
+def _note_small_steps(raw: RawConfig, config: Config) -> tuple[str, ...]:
+    """Returns a note if a step has too few tokens for all drafts of one sequence."""
+    if config.max_drafts == config.wanted_drafts:
+        return ()
+    key, value = "scheduler_config.max_num_batched_tokens", config.scheduler_config.max_num_batched_tokens
+    if value is None:
+        key, value = "model_config.seq_length", max(config.model_config.seq_length)
+    problem = (
+        f"a step has space for {config.max_drafts or 'none'} of the {config.wanted_drafts} drafts of a sequence "
+        f"(speculative_config.max_draft_tokens); they need at least {1 + config.wanted_drafts}"
+    )
+    return (str(raw.error(key, value, problem)),)
+
+
+def _note_short_contexts(raw: RawConfig, config: Config) -> tuple[str, ...]:
+    """Returns a note if the draft model has shorter contexts than the server."""
     if config.draft is None or config.draft.head is not None:
         return ()
     longest = draft_config(config).max_model_len

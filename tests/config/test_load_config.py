@@ -95,6 +95,36 @@ def test_a_decode_step_of_one_sequence_has_space_for_its_drafts(folder: Path, si
     assert sizes("parallel_config.pipeline_parallel=2") == (1, 0, 1, 1)
 
 
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (["scheduler_config.max_num_batched_tokens=1"], "max_num_batched_tokens = 1: a step has space for none of"),
+        (["scheduler_config.max_num_batched_tokens=7"], "max_num_batched_tokens = 7: a step has space for 6 of the"),
+        (["model_config.seq_length=[2]"], "model_config.seq_length = 2: a step has space for 1 of the 7"),
+    ],
+)
+def test_a_note_states_that_steps_are_too_small_for_drafts(folder: Path, settings: list[str], problem: str) -> None:
+    config = load_config(TINY, [f"model_config.model_path={folder}", "model_config.decode_batch_size=[1]", *settings])
+    [note] = config.notes
+    assert problem in note
+    assert note.endswith("7 drafts of a sequence (speculative_config.max_draft_tokens); they need at least 8")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["scheduler_config.max_num_batched_tokens=8"],
+        ["scheduler_config.max_num_batched_tokens=4", "speculative_config.max_draft_tokens=3"],
+        ["scheduler_config.max_num_batched_tokens=1", "speculative_config.method=off"],
+        ["scheduler_config.max_num_batched_tokens=1", "parallel_config.pipeline_parallel=2"],
+        ["scheduler_config.max_num_batched_tokens=8", "model_config.decode_batch_size=[8]"],
+    ],
+)
+def test_no_note_is_made_if_all_wanted_drafts_have_space(folder: Path, settings: list[str]) -> None:
+    single = "model_config.decode_batch_size=[1]"
+    assert load_config(TINY, [f"model_config.model_path={folder}", single, *settings]).notes == ()
+
+
 def test_a_large_decode_step_gets_no_more_tokens_for_drafts(folder: Path) -> None:
     config = load_config(TINY, [f"model_config.model_path={folder}", "model_config.decode_batch_size=[4, 30]"])
     assert (config.max_decode_seqs, config.max_decode_entries, config.max_step_seqs) == (30, 30, 30)
