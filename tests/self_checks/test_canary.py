@@ -84,16 +84,18 @@ def make_config(tmp_path):
     return lambda *overrides: small_config(tmp_path, [cache, *overrides])
 
 
-def run(engine, times=1):
-    """Runs the canary of a new server ``times`` times. Returns its log and metrics."""
+def canary_of(engine):
+    """Returns the observer of a new server's log and metrics, and a function that runs the canary of this server."""
     seen = Observer()
     canary = Canary(engine, seen, seen, interval_s=1.0)
+    return seen, lambda: asyncio.run(canary.check())
 
-    async def checks():
-        for _ in range(times):
-            await canary.check()
 
-    asyncio.run(checks())
+def run(engine, times=1):
+    """Runs the canary of a new server ``times`` times. Returns its log and metrics."""
+    seen, check = canary_of(engine)
+    for _ in range(times):
+        check()
     return seen
 
 
@@ -123,18 +125,13 @@ def test_logits_that_are_not_finite_differ_from_stored_tokens(make_config):
 def test_right_tokens_after_a_restart_pass(make_config):
     run(Engine(make_config(), RIGHT))
     engine = Engine(make_config(), WRONG)
-    seen = Observer()
-    canary = Canary(engine, seen, seen, interval_s=1.0)
-
-    async def checks():
-        await canary.check()
-        engine.tokens[0] = RIGHT  # the new agents
-        await canary.check()
-        engine.tokens[0] = WRONG
-        await canary.check()
-        await canary.check()
-
-    asyncio.run(checks())
+    seen, check = canary_of(engine)
+    check()
+    engine.tokens[0] = RIGHT  # the new agents
+    check()
+    engine.tokens[0] = WRONG
+    check()
+    check()
     assert (seen.results, len(engine.distrusted), seen.lines) == (["passed"], 3, [])
 
 
@@ -153,16 +150,11 @@ def test_other_tokens_that_new_agents_repeat_are_reported_and_do_not_restart_the
 
 def test_a_later_difference_restarts_the_agents_each_time(make_config):
     engine = Engine(make_config(), RIGHT)
-    seen = Observer()
-    canary = Canary(engine, seen, seen, interval_s=1.0)
-
-    async def checks():
-        await canary.check()
-        engine.tokens[0] = WRONG
-        for _ in range(3):
-            await canary.check()
-
-    asyncio.run(checks())
+    seen, check = canary_of(engine)
+    check()
+    engine.tokens[0] = WRONG
+    for _ in range(3):
+        check()
     assert (len(engine.distrusted), seen.results, seen.lines) == (3, ["passed"], [])
     assert "its first run got" in engine.distrusted[0][1]
 
@@ -233,17 +225,12 @@ def test_several_runs_of_one_replica_in_a_check_do_not_repeat_each_other(make_tw
     """Its agents are restarted after the check, so that the new agents can show which tokens are right."""
     run(Engine(make_two(), RIGHT, RIGHT))
     engine = Engine(make_two(), WRONG, RIGHT, ready=[0])
-    seen = Observer()
-    canary = Canary(engine, seen, seen, interval_s=1.0)
-
-    async def checks():
-        await canary.check()
-        assert ([replica for replica, _ in engine.distrusted], seen.lines) == ([0], [])
-        engine.tokens[0], engine.ready = RIGHT, [0, 1]  # the new agents, and the other replica
-        await canary.check()
-        await canary.check()
-
-    asyncio.run(checks())
+    seen, check = canary_of(engine)
+    check()
+    assert ([replica for replica, _ in engine.distrusted], seen.lines) == ([0], [])
+    engine.tokens[0], engine.ready = RIGHT, [0, 1]  # the new agents, and the other replica
+    check()
+    check()
     assert (seen.results, len(engine.distrusted), seen.lines) == (["passed"] * 4, 1, [])
 
 
@@ -258,46 +245,31 @@ def test_tokens_that_the_same_agents_repeat_are_not_accepted(make_config):
 def test_tokens_that_new_agents_repeat_are_not_accepted_if_another_replica_has_the_stored_ones(make_two):
     run(Engine(make_two(), RIGHT, RIGHT))
     engine = Engine(make_two(), WRONG, RIGHT, ready=[0])
-    seen = Observer()
-    canary = Canary(engine, seen, seen, interval_s=1.0)
-
-    async def checks():
-        await canary.check()
-        engine.ready = [0, 1]
-        await canary.check()
-
-    asyncio.run(checks())
+    seen, check = canary_of(engine)
+    check()
+    engine.ready = [0, 1]
+    check()
     assert ([replica for replica, _ in engine.distrusted], seen.results, seen.lines) == ([0, 0], ["passed"], [])
 
 
 def test_tokens_are_stored_only_after_every_replica_has_passed(make_two):
     engine = Engine(make_two(), RIGHT, RIGHT, ready=[1])
-    seen = Observer()
-    canary = Canary(engine, seen, seen, interval_s=1.0)
-
-    async def checks():
-        await canary.check()
-        assert (seen.results, files(make_two())) == (["passed"], [])
-        engine.ready = [0, 1]
-        await canary.check()
-
-    asyncio.run(checks())
+    seen, check = canary_of(engine)
+    check()
+    assert (seen.results, files(make_two())) == (["passed"], [])
+    engine.ready = [0, 1]
+    check()
     assert len(files(make_two())) == 1
 
 
 def test_a_replica_that_has_passed_and_then_differs_does_not_count_as_passed(make_two):
     engine = Engine(make_two(), RIGHT, RIGHT, ready=[0])
-    seen = Observer()
-    canary = Canary(engine, seen, seen, interval_s=1.0)
-
-    async def checks():
-        await canary.check()
-        engine.tokens[0] = WRONG
-        await canary.check()
-        engine.ready = [1]
-        await canary.check()
-
-    asyncio.run(checks())
+    seen, check = canary_of(engine)
+    check()
+    engine.tokens[0] = WRONG
+    check()
+    engine.ready = [1]
+    check()
     assert (seen.results, files(make_two())) == (["passed"] * 2, [])
 
 
@@ -307,18 +279,13 @@ def test_with_pools_tokens_are_stored_only_after_their_replicas_have_passed(make
     short = PoolStatus("short", 4, (0,), 1, waiting=0, running=0, needing=0, placed=0)
     long = replace(short, name="long", max_prompt_tokens=None, replicas=(1, 2))
     engine = Engine(config, RIGHT, RIGHT, WRONG, ready=[1, 2])
-    seen = Observer()
-    canary = Canary(engine, seen, seen, interval_s=1.0)
-
-    async def checks():
-        for num_ready in (2, 0, 1):
-            engine.pools, engine.ready = (short, replace(long, ready=num_ready)), [1, 2][:num_ready]
-            await canary.check()
-            assert files(config) == [], num_ready
-        engine.tokens[2], engine.ready = RIGHT, [2]
-        await canary.check()
-
-    asyncio.run(checks())
+    seen, check = canary_of(engine)
+    for num_ready in (2, 0, 1):
+        engine.pools, engine.ready = (short, replace(long, ready=num_ready)), [1, 2][:num_ready]
+        check()
+        assert files(config) == [], num_ready
+    engine.tokens[2], engine.ready = RIGHT, [2]
+    check()
     assert (seen.results, len(files(config))) == (["passed"] * 3, 1)
 
 
