@@ -12,11 +12,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from llm_serving.config.serving_section import DEFAULT_SERVER_PORT
+from performance.program import client_threads
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     start = time.monotonic()
     try:
-        with ThreadPoolExecutor(arguments.parallel) as pool:
+        with client_threads(arguments.parallel) as pool:
             results = list(pool.map(lambda user: _converse(arguments, user), range(arguments.parallel)))
     except (ChatError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
