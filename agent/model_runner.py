@@ -59,7 +59,7 @@ class ModelRunner:
     """Runs the steps of an agent. Owns its weights, its KV cache and the state of its batch rows.
 
     Call ``load``, ``compile`` and ``warm_up`` once, in this order. Then call ``run_step`` or ``run_moves`` for each
-    step. The constructor imports mindspore, unless an earlier start has stored the launches of the graph
+    step. The constructor or ``load`` imports mindspore, unless an earlier start has stored the launches of all graphs
     (``agent.stored_program``).
     """
 
@@ -108,7 +108,7 @@ class ModelRunner:
         self._model: LoadedModel | None = None
         self._graph: StepGraph | None = None
         self._adapters: AdapterStore | None = None
-        self._drafter = make_drafter(config, rank)
+        self._drafter = make_drafter(config, rank, self._start)
         self.ahead: StepsAhead | None = None
         """Launches steps ahead, if the device supports this. None otherwise, and before ``load``."""
         self.tiles: TileMemory | None = None

@@ -1,13 +1,15 @@
 """Starts the model of an agent: with MindSpore, or with the files that an earlier start has stored.
 
 An earlier start may have stored the converted weights (``agent.weights.cache``) and the launches of the graph
-(``agent.stored_program``). With both, an agent does not import MindSpore.
+(``agent.stored_program``). With both, an agent does not import MindSpore. A draft model has files of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from copy import copy
+from functools import cache, partial
+from typing import TYPE_CHECKING
 
 from agent.backends.runtime import start_runtime, start_without_mindspore
 from agent.group.model_part import ModelPart
@@ -22,6 +24,9 @@ from llm_serving.errors import AgentError
 from llm_serving.ipc.host_pool import HostPoolMemory
 from llm_serving.ipc.shm import StepSlot
 
+if TYPE_CHECKING:
+    from agent.models.registry import ModelDefinition
+
 
 class ModelStart:
     """Loads the model, and finds or stores the launches of its graph. Imports mindspore if the files do not suffice."""
@@ -31,25 +36,47 @@ class ModelStart:
 
         Without ``keeps_files``, reads and stores no files.
         """
-        self._start_runtime = partial(start_runtime, config, rank)
-        self._weights: WeightCache | None = None
-        self._program: StoredStart | None = None
-        self.is_stored = False
-        """True if the launches of the graph were read, or will be read, from a file that an earlier start has stored.
-        """
-        if keeps_files:
-            self._weights = WeightCache(config, rank)
-            self._weights.begin_load()
-            if self._weights.is_on and ProgramStore.fits(config):
-                self._program = StoredStart(config, rank)
-                self.is_stored = self._weights.has_entry and self._program.find()
+        self._keeps_files = keeps_files
+        self._start_runtime = cache(partial(start_runtime, config, rank))  # one call sets up the whole process
+        self._open_files(config, rank, keeps_program=True)
         if self.is_stored:
             start_without_mindspore(config, rank)
         else:
             self._start_runtime()
 
+    def of_draft_model(self, config: Config, *, keeps_program: bool) -> ModelStart:
+        """Opens the files of an earlier start of the draft model or the head. Imports mindspore if they do not suffice.
+
+        ``config`` is its config, as ``draft_config`` returns it. Without ``keeps_program``, only its converted weights
+        are stored. Call this after ``load``, so that the files of the two models are not read at the same time.
+        """
+        start = copy(self)
+        start._open_files(config, 0, keeps_program=keeps_program)
+        if not start.is_stored:
+            self._start_runtime()
+        return start
+
+    def _open_files(self, config: Config, rank: int, *, keeps_program: bool) -> None:
+        self._weights: WeightCache | None = None
+        self._program: StoredStart | None = None
+        self.is_stored = False
+        """True if the launches of the graph were read, or will be read, from a file that an earlier start has stored.
+        """
+        if not self._keeps_files:
+            return
+        self._weights = WeightCache(config, rank)
+        self._weights.begin_load()
+        if keeps_program and self._weights.is_on and ProgramStore.fits(config):
+            self._program = StoredStart(config, rank)
+            self.is_stored = self._weights.has_entry and self._program.find()
+
     def load(
-        self, config: Config, part: ModelPart, report: Callable[[int, int], None], pool: HostPoolMemory | None
+        self,
+        config: Config,
+        part: ModelPart,
+        report: Callable[[int, int], None],
+        pool: HostPoolMemory | None = None,
+        definition: ModelDefinition | None = None,
     ) -> LoadedModel:
         """Loads this agent's part of the model. ``config`` has the sizes of the part.
 
@@ -63,7 +90,7 @@ class ModelStart:
                 return model
             self.is_stored = False
             self._start_runtime()
-        return load_model(config, part, report, self._weights, pool)
+        return load_model(config, part, report, self._weights, pool, definition)
 
     def with_network(self, config: Config, part: ModelPart, model: LoadedModel) -> LoadedModel:
         """Returns ``model`` with its network, from which MindSpore compiles a graph. Imports mindspore if needed."""

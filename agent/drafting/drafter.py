@@ -103,8 +103,7 @@ class Drafter:
 
     def summary(self) -> dict[str, str | int | float]:
         """Returns a description of the draft model for the log and the status page."""
-        model = self._network.model
-        return {"draft_weight_bytes": model.weight_bytes, "draft_kv_cache_bytes": model.kv_cache.num_bytes}
+        return self._network.summary()
 
     def move_blocks(self, moves: Int32Array) -> None:
         """Copies blocks of the draft model's KV cache in the same way as the model's blocks. ``moves`` is [copies, 3].

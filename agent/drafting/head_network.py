@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from agent.drafting.network import DraftNetwork
-from agent.model_loading import LoadedModel, load_model
+from agent.model_loading import LoadedModel
+from agent.model_start import ModelStart
 from agent.models.separate import whole_embedding
 from agent.step_inputs import Int32Array, StepReader
 from agent.warm_up import largest_steps, make_step
@@ -32,9 +33,13 @@ class HeadNetwork(DraftNetwork):
     Call ``load_head``, ``compile`` and ``warm_up`` once, in this order. Imports mindspore.
     """
 
-    def __init__(self, config: Config, head: Head) -> None:
-        """``config`` is the config of the head, as ``draft_config`` returns it."""
-        super().__init__(config)
+    keeps_program = False
+
+    def __init__(self, config: Config, head: Head, model_start: ModelStart) -> None:
+        """``config`` is the config of the head, as ``draft_config`` returns it. ``model_start`` is the start of the
+        model.
+        """
+        super().__init__(config, model_start)
         self._head = head
         of_tokens = replace(config, shape=replace(config.shape, vocab_size=head.vocab_size))
         self._reader = StepReader(of_tokens, config.max_num_seqs)
@@ -66,9 +71,9 @@ class HeadNetwork(DraftNetwork):
                 self._tokens = self._read_tokens(files, prefix)
             finally:
                 files.close()
-        self._model = load_model(self.config, self._part, report, definition=definition)
+        self._load(report, definition)
         embedding = whole_embedding(config) if model.ops.is_split else model.weights[EMBEDDING]
-        self._embedding = bind(self._model.network.parameters_dict()[EMBEDDING], embedding)
+        self._embedding = bind(self.model.network.parameters_dict()[EMBEDDING], embedding)
         if self._head.kind != EAGLE:
             self._model_norm = model.weights["norm.weight"]
 

@@ -5,13 +5,14 @@ each.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from agent.group.model_part import ModelPart
-from agent.model_loading import LoadedModel, load_model
+from agent.model_loading import LoadedModel
+from agent.model_start import ModelStart
 from agent.scores import StepLogits
 from agent.step_graph.step_blocks import StepBlocks
 from agent.step_inputs import StepReader
@@ -20,6 +21,7 @@ from llm_serving.config import Config
 from llm_serving.ipc.shm import SlotLayout, StepSlot
 
 if TYPE_CHECKING:
+    from agent.models.registry import ModelDefinition
     from agent.step_graph.interface import StepGraph
 
 Int32Array = npt.NDArray[np.int32]
@@ -28,12 +30,19 @@ Int32Array = npt.NDArray[np.int32]
 class DraftNetwork:
     """The draft model with its weights, its KV cache and its compiled graph.
 
-    Call ``load``, ``compile`` and ``warm_up`` once, in this order. Imports mindspore.
+    Call ``load``, ``compile`` and ``warm_up`` once, in this order. ``load`` imports mindspore, unless an earlier start
+    has stored the weights and the launches of the graph (``agent.stored_program``).
     """
 
-    def __init__(self, config: Config) -> None:
-        """``config`` is the config of the draft model, as ``draft_config`` returns it."""
+    keeps_program: ClassVar[bool] = True
+    """Whether the launches of the graph are stored for the next start."""
+
+    def __init__(self, config: Config, model_start: ModelStart) -> None:
+        """``config`` is the config of the draft model, as ``draft_config`` returns it. ``model_start`` is the start of
+        the model.
+        """
         self.config = config
+        self._model_start = model_start
         self._part = ModelPart.of(config)
         self._reader = StepReader(config, config.max_num_seqs)
         layout = SlotLayout.of(config.slot_limits())
@@ -55,14 +64,34 @@ class DraftNetwork:
 
         Raises CheckpointError or AgentStartError.
         """
-        self._model = load_model(self.config, self._part, report)
+        self._load(report)
+
+    def _load(self, report: Callable[[int, int], None], definition: ModelDefinition | None = None) -> None:
+        """Opens the files of an earlier start, then loads the model. ``load_model`` describes the arguments."""
+        self._start = self._model_start.of_draft_model(self.config, keeps_program=self.keeps_program)
+        self._model = self._start.load(self.config, self._part, report, definition=definition)
+
+    def summary(self) -> dict[str, str | int | float]:
+        """Returns a description of the draft model for the log and the status page."""
+        return {
+            "draft_weight_bytes": self.model.weight_bytes,
+            "draft_kv_cache_bytes": self.model.kv_cache.num_bytes,
+            "draft_start": "stored program" if self._start.is_stored else "compiled",
+        }
 
     def compile(self) -> None:
-        """Compiles the graph."""
+        """Compiles the graph. If an earlier start has stored the graph's launches, restores these launches instead."""
+        self._graph = self._start.stored_graph(self.model, self._reader.buffers, self._made_graph)
+        if self._graph is None:
+            self._graph = self._made_graph()
+
+    def _made_graph(self) -> StepGraph:
+        """Compiles the graph with MindSpore and returns it."""
+        self._model = self._start.with_network(self.config, self._part, self.model)
         from agent.step_graph.making import make_step_graph  # imports mindspore
 
-        config, model = self.config, self.model
-        self._graph = make_step_graph(
+        config, model = self.config, self._model
+        graph = make_step_graph(
             model.network,
             model.ops,
             self._reader.buffers,
@@ -72,12 +101,26 @@ class DraftNetwork:
             fuses=config.fuses_operators,
             step_blocks=StepBlocks.of_config(config) if model.ops.gathers_blocks else None,
         )
-        self._graph.compile()
+        graph.compile()
+        return graph
 
     def warm_up(self) -> None:
-        """Runs the largest steps, which proves that they fit into the memory."""
+        """Runs the largest steps, which proves that they fit into the memory.
+
+        If the launches of the graph come from a file, an earlier start has run the largest steps. Then only a few test
+        steps check these launches (``agent.stored_program``).
+        """
+        assert self._graph is not None, "compile() must come before warm_up()"
+        if self._start.is_stored:
+            if self._start.is_proved(self.model, self._run_proof):
+                return
+            self._graph = self._made_graph()
         for kind, lens in largest_steps(self.config).items():
             self._best_ids(make_step(self.config, *lens), is_decode=kind == "decode")
+        self._start.keep(self.model, self._reader.buffers, self._graph, self._run_proof)
+
+    def _run_proof(self, slot: StepSlot) -> None:
+        self._best_ids(slot, is_decode=False)
 
     def run(self, token_ids: Int32Array, query_lens: Int32Array, starts: Int32Array, tables: Int32Array) -> Int32Array:
         """Computes tokens of several sequences. Returns the best token after the last token of each sequence, int32

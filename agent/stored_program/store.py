@@ -37,11 +37,11 @@ class ProgramStore(ArrayCache):
     def fits(config: Config) -> bool:
         """Returns whether programs of this config can be stored.
 
-        The config must have fused operators, one agent in each group, and no draft model. It must generate text and not
-        save MindSpore's graphs. A model with rotary positions in three dimensions is not supported, because its rotary
-        tables differ in each step.
+        The config must have fused operators, one agent in each group, and no draft head. (A draft model has a program
+        of its own.) The model must generate text, and MindSpore's graphs must not be saved. A model with rotary
+        positions in three dimensions is not supported, because its rotary tables differ in each step.
         """
-        is_alone = config.parallel_config.group_size == 1 and config.pooling is None and config.draft is None
+        is_alone = config.parallel_config.group_size == 1 and config.pooling is None and not config.tapped_layers
         is_constant = not config.context.save_graphs and not config.shape.rotary_sections
         return config.op_table == "fused" and is_alone and is_constant
 

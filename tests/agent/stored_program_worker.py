@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,16 @@ import msgspec
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from drafting_program import PROMPT, WIDTH, Drafting  # noqa: E402
+from heads_program import Heads  # noqa: E402
 from runner_worker import decodes  # noqa: E402
 from step_driver import StepDriver  # noqa: E402
 
+from agent import model_loading  # noqa: E402
 from agent.stored_program.program import StoredProgram  # noqa: E402
 from agent.stored_program.store import ProgramStore  # noqa: E402
 from llm_serving.config import Config  # noqa: E402
+from llm_serving.config.draft_config import draft_config  # noqa: E402
 from support.golden_files import golden_of  # noqa: E402
 from support.position_bits import FORCED_STEPS  # noqa: E402
 from support.step_config import make_config  # noqa: E402
@@ -60,8 +65,34 @@ def digests(driver: StepDriver, model: str) -> list[str]:
     return decodes(driver, [case["prompt"] for case in cases], cases[0]["tokens"][:FORCED_STEPS])
 
 
+def drafted_config(folder: Path) -> Config:
+    """Returns the config of an agent whose draft model is the model itself."""
+    settings = {"method": "draft", "model": folder / PLANTED, "max_draft_tokens": WIDTH}
+    own = {f"speculative_config.{key}": value for key, value in settings.items()}
+    return config_of(folder, PLANTED, **{**own, "model_config.weight_cache_path": folder / "cache" / "drafted"})
+
+
+def start_with_drafts(folder: Path) -> dict[str, Any]:
+    driver, found = start(drafted_config(folder), PLANTED)
+    made = Drafting(driver).generate(0, list(range(1, 8)), PROMPT, 0, [WIDTH] * 12)
+    return {**found, **made, "draft_start": driver.runner.summary()["draft_start"]}
+
+
+def start_with_head(folder: Path) -> dict[str, Any]:
+    """Starts an agent with an MTP layer. Returns its first tokens and the drafts of the layer."""
+    settings = {
+        "speculative_config.method": "mtp",
+        "speculative_config.max_draft_tokens": 4,
+        "model_config.weight_cache_path": folder / "cache" / "head",
+    }
+    driver = StepDriver(make_config(folder / "head" / "model", "float32", "fused", extra=settings), keeps_files=True)
+    texts = {"prompt": list(range(40, 61)), "tokens": [0] * 8}
+    return Heads(driver, texts).generate(0, list(range(1, 4)), 0, 0)
+
+
 def run_first(folder: Path) -> dict[str, Any]:
-    return {model: start(config_of(folder, model), model)[1] for model in MODELS}
+    results = {model: start(config_of(folder, model), model)[1] for model in MODELS}
+    return {**results, "drafted": start_with_drafts(folder), "head": start_with_head(folder)}
 
 
 def run_later(folder: Path) -> dict[str, Any]:
@@ -71,8 +102,8 @@ def run_later(folder: Path) -> dict[str, Any]:
     program runs them again. After this, agents start with damaged files.
     """
     started = {model: start(config_of(folder, model), model) for model in MODELS}
+    results: dict[str, Any] = {"drafted": start_with_drafts(folder)}
     needed_mindspore = "mindspore" in sys.modules
-    results: dict[str, Any] = {}
     for model, (driver, found) in started.items():
         driver.runner._set_replaying(False)
         found["by the graph"] = digests(driver, model)
@@ -83,6 +114,8 @@ def run_later(folder: Path) -> dict[str, Any]:
         **results,
         "mindspore": [needed_mindspore, "mindspore" in sys.modules],
         "planted": run_planted(folder),
+        "planted drafts": run_planted_drafts(folder),
+        "head": run_without_checkpoint(lambda: start_with_head(folder)),
     }
 
 
@@ -153,6 +186,37 @@ def run_planted(folder: Path) -> dict[str, Any]:
     results["other limits"] = start(config_of(folder, PLANTED, **longer), PLANTED)[1]
     results["first limits again"] = start(config, PLANTED)[1]
     return results
+
+
+def run_planted_drafts(folder: Path) -> dict[str, Any]:
+    """Starts an agent after each fault in a file of the draft model, and finally without a fault.
+
+    Each start must replace the faulty file by a correct one.
+    """
+    config, results = drafted_config(folder), {}
+    for name in ("damaged program", "damaged weights", "other bits"):
+        kind = "weights" if name == "damaged weights" else "program"
+        [file] = (folder / "cache" / "drafted").glob(f"*-draft-*.{kind}")
+        if name == "other bits":
+            rewrite(draft_config(config), proof="0" * 64)
+        else:
+            flip(file)
+        results[name] = start_with_drafts(folder)
+    results["repaired"] = start_with_drafts(folder)
+    return results
+
+
+def run_without_checkpoint(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Calls ``run``, in which agents may take weights only from the cache."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("an agent reads its checkpoint")
+
+    loads, model_loading.load_weights = model_loading.load_weights, refuse  # type: ignore[assignment]
+    try:
+        return run()
+    finally:
+        model_loading.load_weights = loads
 
 
 if __name__ == "__main__":

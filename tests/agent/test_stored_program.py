@@ -14,6 +14,7 @@ from performance.models.folders import write_model
 from performance.models.variants import FAMILY_VARIANTS, VARIANTS
 from support.agent_group import with_layers
 from support.forked_programs import ForkedProgram
+from support.head_models import write_heads
 from support.json_program import printed_json, run_program
 
 pytestmark = pytest.mark.timeout(400)
@@ -45,6 +46,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for model in MODELS:
         variant = {**VARIANTS, **FAMILY_VARIANTS}[model]
         write_model(with_layers(variant, NUM_LAYERS[model]), folder / model)
+    write_heads("mtp", folder / "head")
     with (
         ForkedProgram(WORKER, "first", str(folder), folder=folder) as one,
         ForkedProgram(WORKER, "first", str(folder), folder=folder) as two,
@@ -65,6 +67,37 @@ def test_a_stored_start_has_the_bits_of_a_compiled_one(runs: dict[str, Any], mod
 
 def test_a_stored_start_needs_no_mindspore_before_a_profile(runs: dict[str, Any]) -> None:
     assert runs["later"]["mindspore"] == [False, True]
+
+
+def test_a_stored_start_with_a_draft_model_makes_the_same_drafts(runs: dict[str, Any]) -> None:
+    """``test_a_stored_start_needs_no_mindspore_before_a_profile`` includes this start."""
+    first, other, later = (runs[name]["drafted"] for name in ("first", "at the same time", "later"))
+    kinds = [(run["start"], run["draft_start"], run["logged"]) for run in (first, other, later)]
+    assert kinds == [("compiled", "compiled", "")] * 2 + [("stored program", "stored program", "")]
+    assert first["digests"] == other["digests"] == later["digests"] == runs["first"]["gqa_tied"]["digests"]
+    assert (first["output"], first["drafts"]) == (later["output"], later["drafts"])
+    for count, draft in later["drafts"]:
+        following = later["output"][count:][: len(draft)]
+        assert draft[: len(following)] == following, "the draft model is the model itself"
+
+
+@pytest.mark.parametrize("fault", ["damaged program", "damaged weights", "other bits"])
+def test_a_wrong_file_of_the_draft_model_is_not_used(runs: dict[str, Any], fault: str) -> None:
+    first, found = runs["first"]["drafted"], runs["later"]["planted drafts"][fault]
+    assert (found["start"], found["draft_start"]) == ("stored program", "compiled")
+    assert REFUSED[fault] in found["logged"]
+    assert (found["output"], found["drafts"]) == (first["output"], first["drafts"])
+
+
+def test_the_next_start_with_a_draft_model_is_a_stored_one_again(runs: dict[str, Any]) -> None:
+    found = runs["later"]["planted drafts"]["repaired"]
+    assert (found["start"], found["draft_start"], found["logged"]) == ("stored program", "stored program", "")
+
+
+def test_the_weights_of_a_head_are_read_from_the_cache(runs: dict[str, Any]) -> None:
+    """The later start fails if it reads the checkpoint."""
+    assert runs["first"]["head"]["drafts"]
+    assert runs["later"]["head"] == runs["first"]["head"]
 
 
 @pytest.mark.parametrize("model", MODELS)
