@@ -10,6 +10,7 @@ import asyncio
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -17,6 +18,7 @@ import llguidance
 import numpy as np
 import numpy.typing as npt
 
+from llm_serving.constraints.compile_queue import CompileQueue
 from llm_serving.constraints.grammar import (
     COMPOSED,
     JSON_SCHEMA,
@@ -35,8 +37,6 @@ from llm_serving.request import ConstraintError
 
 MAX_CACHED_GRAMMARS = 64
 """Maximum number of compiled schemas and grammars that are kept."""
-MAX_COMPILING = 2
-"""Maximum number of grammars that are compiled at the same time. Further grammars wait."""
 TRIED_TOKENS = 8
 """Maximum number of tokens that are generated to test a grammar before it is accepted."""
 _EVERY_WORD = np.uint32(0xFFFFFFFF)
@@ -177,19 +177,29 @@ class GrammarCompiler:
     The first grammar takes longer, because the tokenizer must be converted to the library's format.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_token_ids: Sequence[int]) -> None:
-        """``vocab_size`` is the number of logits for each token. ``end_token_ids`` are the tokens that end a text."""
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, end_token_ids: Sequence[int], queue: CompileQueue | None = None
+    ) -> None:
+        """``vocab_size`` is the number of logits for each token. ``end_token_ids`` are the tokens that end a text.
+
+        ``queue`` is the queue of all models of the server. None: a queue of its own.
+        """
+        self._queue = queue or CompileQueue()
         self._model_tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_token_ids = list(end_token_ids)
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._lock = Lock()
-        self._compiling = asyncio.Semaphore(MAX_COMPILING)
+        self._compiling: dict[tuple[str, Grammar], asyncio.Task[CompiledGrammar]] = {}
+        """The compilations that wait or run, by tenant and grammar."""
         self._cache: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
 
-    async def compile(self, grammar: Grammar, param: str) -> CompiledGrammar:
+    async def compile(self, grammar: Grammar, param: str, tenant: str = "") -> CompiledGrammar:
         """Returns a compiled grammar. Raises RequestError if the grammar is too long, invalid or too complex. The error
         names ``param``, the field of the client's request.
+
+        ``tenant`` is the tenant of the request (``scheduling.tenant_of``). Raises QueueFullError if too many grammars
+        wait to be compiled.
         """
         if too_long := _too_long(grammar):
             raise RequestError(f"'{param}' {too_long}.", param=param, code="invalid_value")
@@ -200,7 +210,7 @@ class GrammarCompiler:
         known = self._cache.get(grammar)
         if known is None:
             try:
-                known = await self._compile_elsewhere(grammar)
+                known = await self._compile_elsewhere(grammar, tenant)
             except GrammarError as error:
                 text = f"'{param}' cannot be used: {error}. Change or remove this part."
                 raise RequestError(text, param=param, code="invalid_value") from None
@@ -210,21 +220,37 @@ class GrammarCompiler:
         self._cache.move_to_end(grammar)
         return known
 
-    async def problem_of(self, grammar: Grammar) -> str:
-        """Returns the reason why ``grammar`` cannot be compiled, or "" if it can. Does not cache the grammar."""
+    async def problem_of(self, grammar: Grammar, tenant: str = "") -> str:
+        """Returns the reason why ``grammar`` cannot be compiled, or "" if it can. Does not cache the grammar.
+
+        ``compile`` describes ``tenant``. Raises QueueFullError if too many grammars wait to be compiled.
+        """
         if too_long := _too_long(grammar):
             return f"its grammar {too_long}"
         try:
-            await self._compile_elsewhere(grammar)
+            await self._compile_elsewhere(grammar, tenant)
         except GrammarError as error:
             return str(error)
         return ""
 
-    async def _compile_elsewhere(self, grammar: Grammar) -> CompiledGrammar:
-        """Compiles ``grammar`` in a thread, so that the event loop is not blocked. Raises GrammarError."""
-        async with self._compiling:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(None, on_large_stack, self._compile, grammar)
+    async def _compile_elsewhere(self, grammar: Grammar, tenant: str) -> CompiledGrammar:
+        """Compiles ``grammar`` in a thread, so that the event loop is not blocked. Raises GrammarError.
+
+        Several requests of a tenant for one grammar wait for the same compilation. It is a task of its own, so it goes
+        on if the client of a request closes the connection.
+        """
+        key = tenant, grammar
+        task = self._compiling.get(key)
+        if task is None:
+            work = partial(on_large_stack, self._compile, grammar)
+            task = self._compiling[key] = asyncio.ensure_future(self._queue.run(tenant, work))
+            task.add_done_callback(partial(self._compiled, key))
+        return await asyncio.shield(task)
+
+    def _compiled(self, key: tuple[str, Grammar], task: asyncio.Task[CompiledGrammar]) -> None:
+        del self._compiling[key]
+        if not task.cancelled():
+            task.exception()  # otherwise, asyncio logs an error for which no request waits any more
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         try:

@@ -14,7 +14,6 @@ from starlette.types import Receive, Scope, Send
 
 from llm_serving.access.control import VISIT, AccessControl, Visit
 from llm_serving.config import Config
-from llm_serving.constraints.compiler import GrammarCompiler
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.server.batches.store import BatchStore
 from llm_serving.server.error_replies import error_reply, note_error
@@ -24,7 +23,7 @@ from llm_serving.server.generation.sequences import GENERATION, Generation
 from llm_serving.server.http.cors import cors_headers, preflight_response
 from llm_serving.server.http.guard import check_origin
 from llm_serving.server.http.protocol import RECEIVED_AT, STREAM_CHANNEL
-from llm_serving.server.models.lookup import release_lease
+from llm_serving.server.models.lookup import grammar_compiler, release_lease
 from llm_serving.server.routes import ENDPOINTS
 from llm_serving.server.state import AnyResponse, Endpoint, ServerSettings, ServerState
 from llm_serving.sessions.book import SessionBook
@@ -53,10 +52,8 @@ def create_app(
     settings = config if isinstance(config, ServerSettings) else ServerSettings.from_config(config)
     metrics.bind(engine.status)
     _ = engine.tokenizer.max_piece_chars  # a cached property: compute it before the first request
-    grammars = None
-    if settings.structured_outputs:
-        grammars = GrammarCompiler(engine.tokenizer, settings.vocab_size, sorted(engine.end_token_ids))
-    state = ServerState(engine, log, metrics, settings, ENDPOINTS, access, grammars, tracing, batches=batches)
+    state = ServerState(engine, log, metrics, settings, ENDPOINTS, access, tracing=tracing, batches=batches)
+    state.grammars = grammar_compiler(state, engine, settings)
     metrics.registry.register(AdapterCollector(lambda: state.engine.adapters))
     metrics.registry.register(NodeCollector(lambda: state.engine.nodes))
     if isinstance(config, Config):

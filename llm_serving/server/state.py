@@ -18,6 +18,7 @@ from llm_serving.access.control import AccessControl, Visit
 from llm_serving.config import Config
 from llm_serving.config.image_section import ImageConfig
 from llm_serving.config.kv_tier_section import KvTierConfig
+from llm_serving.constraints.compile_queue import CompileQueue
 from llm_serving.constraints.compiler import GrammarCompiler
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.chat_template import ChatTemplate
@@ -217,6 +218,8 @@ class ServerState:
     """API keys and audit log. None if there are neither."""
     grammars: GrammarCompiler | None = None
     """Compiles the grammars of structured output. None if it is turned off."""
+    compile_queue: CompileQueue = field(default_factory=CompileQueue)
+    """The compilations of the grammars of all models."""
     tracing: Tracing | None = None
     """Traces requests. None if traces are off."""
     active: ActiveRequests = field(default_factory=ActiveRequests)

@@ -17,7 +17,8 @@ import pytest
 from llm_serving.config import load_config
 from llm_serving.constraints import compiler as compiler_module
 from llm_serving.constraints.calls import CallableTool, answer_grammar
-from llm_serving.constraints.compiler import LIMITS, MAX_COMPILING, CompiledGrammar, GrammarCompiler
+from llm_serving.constraints.compile_queue import MAX_COMPILING
+from llm_serving.constraints.compiler import LIMITS, CompiledGrammar, GrammarCompiler
 from llm_serving.constraints.grammar import (
     ANY_JSON_OBJECT,
     COMPOSED,
@@ -321,9 +322,11 @@ class SlowCompiler(GrammarCompiler):
         self.started = threading.Semaphore(0)
         self.go_on = threading.Semaphore(0)
         self.running: set[Grammar] = set()
+        self.begun: list[Grammar] = []
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         self.running.add(grammar)
+        self.begun.append(grammar)
         self.started.release()
         assert self.go_on.acquire(timeout=time_limit(20)), "the event loop is blocked"
         self.running.discard(grammar)
@@ -365,5 +368,50 @@ def test_few_grammars_are_compiled_at_the_same_time() -> None:
         for _ in range(MAX_COMPILING):
             compiler.go_on.release()
         await asyncio.gather(*tasks)
+
+    asyncio.run(run())
+
+
+def test_requests_for_the_same_grammar_wait_for_one_compilation() -> None:
+    async def run() -> None:
+        compiler = SlowCompiler(byte_level().tokenizer)
+        tasks = [asyncio.create_task(compiler.compile(ANY_JSON_OBJECT, "field", "a")) for _ in range(5)]
+        await has_started(compiler)
+        tasks[0].cancel()
+        compiler.go_on.release()
+        found = await asyncio.gather(*tasks[1:])
+        assert len(set(map(id, found))) == 1
+        assert compiler.begun == [ANY_JSON_OBJECT]
+
+    asyncio.run(run())
+
+
+def test_a_bad_grammar_is_compiled_again_after_an_error() -> None:
+    async def run() -> None:
+        compiler, bad = SlowCompiler(byte_level().tokenizer), Grammar(REGEX, "(")
+        for _ in range(2):
+            compiler.go_on.release()
+            with pytest.raises(RequestError, match="cannot be used"):
+                await compiler.compile(bad, "field")
+        assert compiler.begun == [bad, bad]
+
+    asyncio.run(run())
+
+
+def test_requests_that_end_early_do_not_let_more_grammars_be_compiled_at_the_same_time() -> None:
+    async def run() -> None:
+        compiler = SlowCompiler(byte_level().tokenizer)
+        grammars = [choice_grammar([text]) for text in "abcd"]
+        tasks = [asyncio.create_task(compiler.compile(grammar, "field")) for grammar in grammars]
+        for _ in range(MAX_COMPILING):
+            await has_started(compiler)
+        for task in tasks[:MAX_COMPILING]:
+            task.cancel()
+        await asyncio.gather(*tasks[:MAX_COMPILING], return_exceptions=True)
+        await asyncio.sleep(0.02)
+        assert len(compiler.begun) == MAX_COMPILING
+        for _ in grammars:
+            compiler.go_on.release()
+        await asyncio.gather(*tasks[MAX_COMPILING:])
 
     asyncio.run(run())

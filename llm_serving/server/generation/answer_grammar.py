@@ -39,6 +39,7 @@ async def answer_constraint(
     tools: ToolRequest,
     fields: StructuredFields,
     plan: AnswerPlan | None,
+    tenant: str,
     *,
     ignore_eos: bool,
     beams: bool,
@@ -46,7 +47,8 @@ async def answer_constraint(
     """Returns an object that makes the constraint of each choice, or None if any text is allowed.
 
     ``tools`` has the request's fields about tools and reasoning. ``fields`` has its fields about structured output.
-    Raises RequestError if their constraints cannot be combined.
+    ``tenant`` is its tenant. Raises RequestError if their constraints cannot be combined, and QueueFullError if too
+    many grammars wait to be compiled.
     """
     wanted = stated = wanted_grammar(fields)
     if plan is not None and (plan.tools is not None or plan.reasoning is not None):
@@ -56,11 +58,11 @@ async def answer_constraint(
     compiled, no_beams = None, _why_no_beams(plan) if beams else ""
     if wanted is not None:
         try:
-            compiled = await compile_grammar(state, *wanted, ignore_eos=ignore_eos, no_beams=no_beams)
+            compiled = await compile_grammar(state, *wanted, tenant, ignore_eos=ignore_eos, no_beams=no_beams)
         except RequestError as error:
             if wanted[0] != _TOOLS or error.code != "invalid_value":
                 raise
-            raise await _with_cause(state, tools, plan, stated, error) from None
+            raise await _with_cause(state, tools, plan, stated, tenant, error) from None
     if plan is None or tools.thinking_token_budget is None:
         return compiled
     no_beams = "a budget cannot count the reasoning of beams. Leave out one of them." if beams else ""
@@ -143,6 +145,7 @@ async def _with_cause(
     body: ToolRequest,
     plan: AnswerPlan | None,
     content: tuple[str, Grammar] | None,
+    tenant: str,
     error: RequestError,
 ) -> RequestError:
     """Returns the error of the first tool whose schema cannot be compiled.
@@ -155,11 +158,11 @@ async def _with_cause(
     for tool in _callable_tools(body):
         alone = partial(answer_grammar, _special(state, plan), tool_format=plan.tools, tools=[tool], is_required=True)
         grammar = await off_loop(1, alone, 0)
-        if reason := await state.grammars.problem_of(grammar):
+        if reason := await state.grammars.problem_of(grammar, tenant):
             return _tool_error(body, tool, reason)
     try:
         if content is not None:
-            await compile_grammar(state, *content, ignore_eos=False)
+            await compile_grammar(state, *content, tenant, ignore_eos=False)
     except RequestError as found:
         return found
     return error

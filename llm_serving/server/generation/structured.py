@@ -10,20 +10,20 @@ from llm_serving.server.state import ServerState
 
 
 async def compiled_grammar(
-    state: ServerState, fields: StructuredFields, *, ignore_eos: bool
+    state: ServerState, fields: StructuredFields, tenant: str, *, ignore_eos: bool
 ) -> CompiledGrammar | None:
-    """Returns the compiled grammar of a request, or None if any text is allowed. Raises RequestError."""
+    """Returns the compiled grammar of a request of ``tenant``, or None if any text is allowed. Raises RequestError."""
     wanted = wanted_grammar(fields)
-    return None if wanted is None else await compile_grammar(state, *wanted, ignore_eos=ignore_eos)
+    return None if wanted is None else await compile_grammar(state, *wanted, tenant, ignore_eos=ignore_eos)
 
 
 async def compile_grammar(
-    state: ServerState, param: str, grammar: Grammar, *, ignore_eos: bool, no_beams: str = ""
+    state: ServerState, param: str, grammar: Grammar, tenant: str, *, ignore_eos: bool, no_beams: str = ""
 ) -> CompiledGrammar:
-    """Compiles ``grammar``. Raises RequestError, which names the field ``param``."""
+    """Compiles ``grammar`` for ``tenant``. Raises RequestError, which names the field ``param``, or QueueFullError."""
     check_available(state, param, ignore_eos=ignore_eos, no_beams=no_beams)
     assert state.grammars is not None
-    return await state.grammars.compile(grammar, param)
+    return await state.grammars.compile(grammar, param, tenant)
 
 
 def check_available(state: ServerState, param: str, *, ignore_eos: bool = False, no_beams: str = "") -> None:

@@ -69,12 +69,19 @@ def view_of(state: ServerState, engine: AsyncEngine, log: EventLog) -> ServerSta
     Objects that do not depend on the model, such as the API keys, are shared with ``state``.
     """
     _ = engine.tokenizer.max_piece_chars  # a cached property: compute it before the first request
-    settings, grammars = ServerSettings.from_config(engine.config), None
-    if settings.structured_outputs:
-        grammars = GrammarCompiler(engine.tokenizer, settings.vocab_size, sorted(engine.end_token_ids))
+    settings = ServerSettings.from_config(engine.config)
+    grammars = grammar_compiler(state, engine, settings)
     return replace(
         state, engine=engine, log=log, settings=settings, grammars=grammars, renders_inline=True, _format=None
     )
+
+
+def grammar_compiler(state: ServerState, engine: AsyncEngine, settings: ServerSettings) -> GrammarCompiler | None:
+    """Makes the object that compiles the grammars of a model. Returns None if structured output is turned off."""
+    if not settings.structured_outputs:
+        return None
+    ends = sorted(engine.end_token_ids)
+    return GrammarCompiler(engine.tokenizer, settings.vocab_size, ends, state.compile_queue)
 
 
 async def served(

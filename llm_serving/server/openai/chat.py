@@ -130,7 +130,7 @@ async def start_chat(
     _check(body)
     check_tool_fields(state, body)
     generation = Generation(state, request, api, id_prefix, body, stream=bool(body.stream), model=body.model)
-    generation.choices, plan = await _choices(state, body, generation.request_id)
+    generation.choices, plan = await _choices(state, body, generation)
     generation.watch_reasoning(plan)
     state.check_ready()
     return generation, plan
@@ -167,7 +167,9 @@ def _check(body: ChatRequest) -> None:
     check_beam_fields(body)
 
 
-async def _choices(state: ServerState, body: ChatRequest, request_id: str) -> tuple[list[Choice], AnswerPlan | None]:
+async def _choices(
+    state: ServerState, body: ChatRequest, generation: Generation
+) -> tuple[list[Choice], AnswerPlan | None]:
     n = body.n or 1
     check_choices(1, n)
     prompt = await _prompt(state, body)
@@ -186,11 +188,14 @@ async def _choices(state: ServerState, body: ChatRequest, request_id: str) -> tu
         top_logits=body.top_logprobs or 0,
         shown_token_ids=frozenset() if plan is None else plan.shown_token_ids,
     )
+    tenant = generation.scheduling.tenant
     grammar = await answer_constraint(
-        state, body, body, plan, ignore_eos=params.ignore_eos, beams=bool(body.use_beam_search)
+        state, body, body, plan, tenant, ignore_eos=params.ignore_eos, beams=bool(body.use_beam_search)
     )
     constraint = await with_token_rules(state, params, max_tokens, grammar)
-    return make_choices(state.settings, request_id, [prompt], [(params, max_tokens)], n, body.seed, constraint), plan
+    sampling = [(params, max_tokens)]
+    choices = make_choices(state.settings, generation.request_id, [prompt], sampling, n, body.seed, constraint)
+    return choices, plan
 
 
 async def _prompt(state: ServerState, body: ChatRequest) -> Prompt:

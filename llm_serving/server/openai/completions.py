@@ -115,7 +115,7 @@ async def start_completion(
     """
     _check(body)
     generation = Generation(state, request, api, id_prefix, body, stream=bool(body.stream), model=body.model)
-    generation.choices = await _choices(state, body, generation.request_id)
+    generation.choices = await _choices(state, body, generation)
     state.check_ready()
     return generation
 
@@ -161,7 +161,7 @@ def _prompt_scores(body: CompletionRequest) -> tuple[str, int] | None:
     return "prompt_logprobs" if echoed is None else "echo", max(echoed or 0, body.prompt_logprobs or 0)
 
 
-async def _choices(state: ServerState, body: CompletionRequest, request_id: str) -> list[Choice]:
+async def _choices(state: ServerState, body: CompletionRequest, generation: Generation) -> list[Choice]:
     n = body.n or 1
     prompts = await read_prompts(state, body.prompt, n)
     params = replace(
@@ -174,9 +174,9 @@ async def _choices(state: ServerState, body: CompletionRequest, request_id: str)
     for prompt in prompts:
         maximum = max_output_tokens(len(prompt.token_ids), body.max_tokens, state.settings, "max_tokens")
         sampling.append((params, min(wanted, maximum)))
-    grammar = await compiled_grammar(state, body, ignore_eos=params.ignore_eos)
+    grammar = await compiled_grammar(state, body, generation.scheduling.tenant, ignore_eos=params.ignore_eos)
     constraint = await with_token_rules(state, params, min(most for _, most in sampling), grammar)
-    return make_choices(state.settings, request_id, prompts, sampling, n, body.seed, constraint)
+    return make_choices(state.settings, generation.request_id, prompts, sampling, n, body.seed, constraint)
 
 
 def _choice(

@@ -1,0 +1,74 @@
+"""Runs the compilations of grammars in threads, few at a time. Tenants take turns.
+
+A compilation may take half a second. Without turns, the compilations of one tenant would delay those of all others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import TypeVar
+
+from llm_serving.errors import QueueFullError
+
+MAX_COMPILING = 2
+"""Maximum number of grammars that are compiled at the same time. Further grammars wait."""
+MAX_WAITING_OF_TENANT = 256
+"""Maximum number of grammars of one tenant that wait to be compiled."""
+MAX_WAITING = 1024
+"""Maximum number of grammars of all tenants together that wait to be compiled."""
+
+T = TypeVar("T")
+
+
+class CompileQueue:
+    """The waiting compilations of all models of a server. Only its event loop may use it."""
+
+    def __init__(self) -> None:
+        self._num_running = 0
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        """The waiting compilations of each tenant. The first tenant is the next one."""
+
+    async def run(self, tenant: str, work: Callable[[], T]) -> T:
+        """Calls ``work`` in a thread as soon as it is the turn of ``tenant``, and returns the result.
+
+        The caller must not cancel this call, because the thread cannot be ended. Raises QueueFullError if too many
+        compilations wait, and the errors of ``work``.
+        """
+        await self._turn(tenant)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(None, work)
+        finally:
+            self._end()
+
+    async def _turn(self, tenant: str) -> None:
+        """Waits until a compilation of ``tenant`` may begin."""
+        if self._num_running < MAX_COMPILING:
+            self._num_running += 1
+            return
+        self._check_limits(tenant)
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(turn)
+        await turn
+
+    def _check_limits(self, tenant: str) -> None:
+        own, total = len(self._waiting.get(tenant, ())), sum(map(len, self._waiting.values()))
+        if own >= MAX_WAITING_OF_TENANT:
+            raise QueueFullError(
+                f"{own} grammars of this client wait to be compiled, which is the maximum. Try again later."
+            )
+        if total >= MAX_WAITING:
+            raise QueueFullError(f"{total} grammars wait to be compiled, which is the maximum. Try again later.")
+
+    def _end(self) -> None:
+        """Gives the place of a compilation that has ended to the next tenant. This tenant is then the last one."""
+        while self._waiting:
+            tenant, turns = self._waiting.popitem(last=False)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[tenant] = turns
+            if not turn.done():  # a turn is cancelled only when the event loop ends
+                turn.set_result(None)
+                return
+        self._num_running -= 1
