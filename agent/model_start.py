@@ -50,7 +50,7 @@ class ModelStart:
         ``config`` is its config, as ``draft_config`` returns it. Without ``keeps_program``, only its converted weights
         are stored. Call this after ``load``, so that the files of the two models are not read at the same time.
         """
-        start = copy(self)
+        start = copy(self)  # both models share the set-up of MindSpore
         start._open_files(config, 0, keeps_program=keeps_program)
         if not start.is_stored:
             self._start_runtime()

@@ -17,9 +17,14 @@ from support.forked_programs import run_forked
 from support.json_program import printed_json
 from support.lora_golden import lora_golden
 
-TOLERANCE = {"llama3_rope": 1e-5, "qwen3_next": 5e-5, "qwen3_5": 5e-5}
-"""Maximum difference of a log-probability. With linear attention, transformers itself has two results for the prompt of
-40 tokens. In one step and token by token, it gives log-probabilities that differ by 1.2e-5."""
+TOLERANCE = {"llama3_rope": 2e-5, "qwen3_next": 5e-5, "qwen3_5": 5e-5}
+"""Maximum difference of a log-probability: the sum of the errors of PEFT and of the agent, both in float32.
+
+For ``llama3_rope``, PEFT's log-probabilities differ by up to 7.1e-6 from those of the same model in float64. Those of
+the agent differ from float64 by up to 9.1e-6 with AVX2 and AVX-512, and 8.9e-6 with the portable kernels. NumPy in
+float32 differs by 1.2e-5. With linear attention, transformers itself has two results for the prompt of 40 tokens. In
+one step and token by token, it gives log-probabilities that differ by 1.2e-5.
+"""
 WORKER = Path(__file__).with_name("peft_program.py")
 
 
