@@ -178,7 +178,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("source", HOSTILE)
-def test_hostile_templates_end(source):
+def test_hostile_templates_end(source, record_property):
     """Without a budget, each template would use gigabytes or run for hours.
 
     The budget ends the template after a number of steps and characters.
@@ -191,6 +191,7 @@ def test_hostile_templates_end(source):
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+    record_property("peak_mb", peak / 1e6)
     assert peak < 40_000_000
 
 

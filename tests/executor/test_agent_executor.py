@@ -126,7 +126,7 @@ def test_only_the_newest_command_for_profiles_is_answered(make_executor, tmp_pat
 @pytest.mark.parametrize(
     ("token", "phrase"), [(RAISE, "ZeroDivisionError: something nobody thought of"), (REFUSE, "token 203 is refused")]
 )
-def test_a_step_that_fails_harms_no_other(make_executor, token, phrase):
+def test_a_step_that_fails_harms_no_other(make_executor, token, phrase, record_property):
     executor = make_executor()
     events_until(executor, AgentReady)
     executor.submit(prefill(0, token))
@@ -135,6 +135,7 @@ def test_a_step_that_fails_harms_no_other(make_executor, token, phrase):
     while len(results) < 2:
         results += executor.poll(5.0)
     assert results[0].error == phrase
+    record_property("other_failures", f"{results[1].sampled_ids != [stub_token(1, 0)]:d} of 1")
     assert results[1].sampled_ids == [stub_token(1, 0)]
 
 
@@ -362,13 +363,19 @@ def test_wake_is_sticky(make_executor):
     assert time.monotonic() - start < limit
 
 
-def test_strangers_on_the_agents_port_reach_no_agent_and_keep_none_from_starting(make_executor):
+def has_answer(stranger):
+    with contextlib.suppress(OSError):
+        return bool(stranger.recv(1))
+    return False
+
+
+def test_strangers_on_the_agents_port_reach_no_agent_and_keep_none_from_starting(make_executor, record_property):
     executor = make_executor()
     events_until(executor, AgentReady)
     host, port = executor.agents()[0]["address"].split(":")
-    with contextlib.ExitStack() as strangers:
-        for _ in range(40):  # more connections than the listening socket of the agent can queue
-            stranger = strangers.enter_context(socket.socket())
+    with contextlib.ExitStack() as owned:
+        strangers = [owned.enter_context(socket.socket()) for _ in range(40)]
+        for stranger in strangers:  # more connections than the listening socket of the agent can queue
             stranger.setblocking(False)
             stranger.connect_ex((host, int(port)))
         executor.submit(prefill(0, 5))
@@ -380,6 +387,9 @@ def test_strangers_on_the_agents_port_reach_no_agent_and_keep_none_from_starting
         executor.submit(prefill(1, 5))
         [result] = events_until(executor, StepResult)
         assert result.sampled_ids == [stub_token(1, 0)]
+        answered = sum(map(has_answer, strangers))
+        record_property("accepted_strangers", f"{answered} of {len(strangers)}")
+        assert answered == 0
 
 
 def test_an_agent_holds_no_listening_socket(make_executor):

@@ -237,7 +237,7 @@ def test_a_lost_replica_does_not_affect_another(make_executor):
     events_until(first, AgentReady)
 
 
-def test_shared_memory_larger_than_the_disk(make_executor, monkeypatch):
+def test_shared_memory_larger_than_the_disk(make_executor, monkeypatch, record_property):
     def full(descriptor, offset, size):
         raise OSError(28, "No space left on device")
 
@@ -246,16 +246,18 @@ def test_shared_memory_larger_than_the_disk(make_executor, monkeypatch):
         AgentStartError, match=r"^/dev/shm has no room for \d+ bytes of step slots and exchange: No space"
     ):
         make_executor(*PAIR)
+    record_property("names_left", f"{len(shm_entries())} of 1")
     assert shm_entries() == set()
 
 
-def test_a_shared_memory_folder_without_write_permission(make_executor, monkeypatch):
+def test_a_shared_memory_folder_without_write_permission(make_executor, monkeypatch, record_property):
     def refuse(descriptor, offset, size):
         raise OSError(13, "Permission denied")
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(AgentStartError, match=r"^/dev/shm is not writable: Permission denied; make it writable for"):
         make_executor(*PAIR)
+    record_property("names_left", f"{len(shm_entries())} of 1")
     assert shm_entries() == set()
 
 

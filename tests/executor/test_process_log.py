@@ -9,6 +9,7 @@ from pathlib import Path
 
 from llm_serving.executor.process_log import ProcessLog
 from llm_serving.telemetry.log_file import Rotation
+from support.recorded import RecordProperty
 
 
 def run(path: Path, program: str, rotation: Rotation | None = None) -> ProcessLog:
@@ -20,11 +21,12 @@ def run(path: Path, program: str, rotation: Rotation | None = None) -> ProcessLo
     return log
 
 
-def test_control_characters_are_escaped_and_lines_stay(tmp_path: Path) -> None:
+def test_control_characters_are_escaped_and_lines_stay(tmp_path: Path, record_property: RecordProperty) -> None:
     text = "a\x1b[31mred\x07\u2028\u202e\x00 \tb\nc\r\nd\x9b"
     program = f"import sys; sys.stdout.buffer.write({text.encode()!r} + bytes([255, 10]) + b'last')"
     log = run(tmp_path / "agent.log", program)
     written = (tmp_path / "agent.log").read_text()
+    record_property("forged_lines", f"{len(written.splitlines()) - 4} of 1")  # the program writes four lines
     assert written == "a\\x1b[31mred\\x07\\u2028\\u202e\\x00 \tb\nc\nd\\x9b\\xff\nlast\n"
     assert log.tail().endswith("last")
     assert stat.S_IMODE((tmp_path / "agent.log").stat().st_mode) == 0o600

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from llm_serving.executor.agent_states import STABLE_AFTER_S, Restarts
+from support.recorded import RecordProperty
 
 
 def ready_group(limit: int | None) -> Restarts:
@@ -20,12 +21,13 @@ def test_a_group_that_was_never_ready_is_not_restarted() -> None:
     assert (restarts.due_at, restarts.count, restarts.in_a_row) == (None, 0, 0)
 
 
-def test_each_wait_is_twice_the_last_up_to_a_minute_and_restarts_never_stop() -> None:
+def test_each_wait_is_twice_the_last_up_to_a_minute_and_restarts_never_stop(record_property: RecordProperty) -> None:
     restarts = ready_group(None)
     waits = []
     for _ in range(3000):
         waits.append(restarts.lost(101.0))
         restarts.started()
+    record_property("longest_pause_s", max(wait or 0.0 for wait in waits))
     assert waits[:10] == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
     assert set(waits[10:]) == {60.0}
     assert (restarts.count, restarts.is_given_up, restarts.due_at) == (3000, False, None)

@@ -64,24 +64,29 @@ def watched(tmp_path_factory):
         yield server, canary, audit
 
 
-def test_a_model_folder_runs_no_code(watched):
+def test_a_model_folder_runs_no_code(watched, record_property):
     server, canary, audit = watched
     answer = server.post("/v1/completions", {"prompt": "Once upon a time", "max_tokens": 4})
     assert answer["choices"]
+    unpickled = [line for line in audit.read_text().splitlines() if ": unpickle " in line]
+    files = [file for file in (canary.parent / "model").iterdir() if file.suffix in (".py", ".bin")]
+    record_property("runs_of_code", f"{canary.exists() + len(unpickled)} of {len(files)}")
     assert not canary.exists()
-    assert [line for line in audit.read_text().splitlines() if ": unpickle " in line] == []
+    assert unpickled == []
 
 
-def test_it_listens_on_loopback_only(watched):
+def test_it_listens_on_loopback_only(watched, record_property):
     server, _, _ = watched
     processes = [psutil.Process(server.pid), *server.agents()]
     sockets = [each for process in processes for each in process.net_connections("inet")]
     listening = [each.laddr for each in sockets if each.status == psutil.CONN_LISTEN]
     assert any(each.port == int(server.url.rsplit(":", 1)[1]) for each in listening)
-    assert [each for each in listening if not ipaddress.ip_address(each.ip).is_loopback] == []
+    others = [each for each in listening if not ipaddress.ip_address(each.ip).is_loopback]
+    record_property("other_listeners", f"{len(others)} of {len(listening)}")
+    assert others == []
 
 
-def test_it_connects_to_its_agents_only(watched):
+def test_it_connects_to_its_agents_only(watched, record_property):
     server, _, audit = watched
     server.post(
         "/v1/chat/completions", {"messages": [{"role": "user", "content": "http://example.com"}], "max_tokens": 4}
@@ -89,4 +94,6 @@ def test_it_connects_to_its_agents_only(watched):
     addresses = {agent["address"] for agent in server.get("/server_info")["engine"]["agents"]}
     allowed = tuple(f"connect ('{address.rsplit(':', 1)[0]}', {address.rsplit(':', 1)[1]})" for address in addresses)
     lines = [line for line in audit.read_text().splitlines() if ": connect " in line]
-    assert [line for line in lines if not line.endswith(allowed)] == []
+    others = [line for line in lines if not line.endswith(allowed)]
+    record_property("other_connections", f"{len(others)} of {len(lines)}")
+    assert others == []

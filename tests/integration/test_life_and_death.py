@@ -44,6 +44,16 @@ def ids_of_stream(content):
     return [token for event in stream_events(content) for token in event["choices"][0]["token_ids"]]
 
 
+def seconds_until_not_ready(server):
+    """Returns the seconds until the server does not say that it is ready."""
+    start = time.monotonic()
+    with contextlib.suppress(OSError, http.client.HTTPException):  # a 503 and a closed connection are an OSError
+        while time.monotonic() - start < time_limit(20.0):
+            server.get("/health/ready")
+            time.sleep(0.01)
+    return time.monotonic() - start
+
+
 def failed_or_complete(body, tokens):
     return len(ids_of(body)) == tokens if "choices" in body else body["status"] >= 500
 
@@ -89,7 +99,7 @@ def test_an_agent_that_cannot_come_back_ends_requests_with_a_clear_error(tmp_pat
 
 
 @pytest.mark.parametrize("part", ["engine", "thread", "http"])
-def test_a_server_of_which_a_part_dies_ends_with_an_error_code(tmp_path, shallow, part):
+def test_a_server_of_which_a_part_dies_ends_with_an_error_code(tmp_path, shallow, part, record_property):
     trigger = tmp_path / "fail"
     server = ServerProcess(tmp_path, [shallow], faulty=[part, str(trigger)]).wait_ready()
     with contextlib.ExitStack() as owned:
@@ -98,6 +108,7 @@ def test_a_server_of_which_a_part_dies_ends_with_an_error_code(tmp_path, shallow
             answer = pool.submit(server.post, "/v1/completions", LONG | {"max_tokens": 1500})
             wait_for(lambda: server.get("/server_info")["engine"]["running"] == 1)
             trigger.touch()
+            record_property("falsely_ready_s", seconds_until_not_ready(server))
             assert server.wait_end() == 1
             with contextlib.suppress(OSError, ValueError):  # the HTTP server has failed and may have sent no response
                 assert failed_or_complete(answer.result(), 1500)  # the response may end before the part fails
@@ -148,7 +159,7 @@ def test_a_restart_goes_on_while_agents_cannot_start(tmp_path, shallow):
         assert ids_of(server.post("/v1/completions", SHORT)) == expected
 
 
-def test_after_a_signal_new_requests_get_a_503_and_running_ones_complete(tmp_path, shallow):
+def test_after_a_signal_new_requests_get_a_503_and_running_ones_complete(tmp_path, shallow, record_property):
     server = ServerProcess(tmp_path, [shallow]).wait_ready()
     begin = ids_of(server.post("/v1/completions", LONG))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -161,6 +172,7 @@ def test_after_a_signal_new_requests_get_a_503_and_running_ones_complete(tmp_pat
         with pytest.raises(urllib.error.HTTPError, match="503"):
             server.get("/health/ready")
         tokens = ids_of(answer.result())
+        record_property("lost_tokens", f"{SLOW['max_tokens'] - len(tokens)} of {SLOW['max_tokens']}")
         assert (len(tokens), tokens[: len(begin)]) == (SLOW["max_tokens"], begin)
     assert server.wait_end() == 0
     assert server.stop() == 0
@@ -197,11 +209,13 @@ def test_running_streams_end_with_an_error_event_when_the_drain_time_is_over(tmp
     assert server.stop() == 0
 
 
-def test_agents_end_within_five_seconds_of_a_killed_server(tmp_path, shallow):
+def test_agents_end_within_five_seconds_of_a_killed_server(tmp_path, shallow, record_property):
     server = ServerProcess(tmp_path, [shallow], forks=False).wait_ready()
     [agent] = server.agents()
+    killed = time.monotonic()
     os.kill(server.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs([agent], timeout=time_limit(5.0))
+    record_property("agents_end_s", time.monotonic() - killed)
     assert alive == []
     assert shm_entries(server.pid) == set()
     assert server.stop() == -signal.SIGKILL

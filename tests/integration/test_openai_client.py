@@ -32,7 +32,7 @@ def test_a_chat_ends_its_turn_by_itself(client):
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
-def test_a_stream_is_the_answer_in_pieces_with_its_usage(client):
+def test_a_stream_is_the_answer_in_pieces_with_its_usage(client, record_property):
     whole = client.chat.completions.create(model="llama_tiny", messages=QUESTION, temperature=0)
     pieces = list(
         client.chat.completions.create(
@@ -44,6 +44,7 @@ def test_a_stream_is_the_answer_in_pieces_with_its_usage(client):
         )
     )
     text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+    record_property("other_streams", f"{text != whole.choices[0].message.content:d} of 1")
     assert text == whole.choices[0].message.content
     assert len(pieces) > 3
     assert pieces[-1].usage == whole.usage

@@ -79,9 +79,19 @@ def test_message_classes_have_the_order_control_move_prefill_decode():
     assert MessageClass.CONTROL < MessageClass.MOVE < MessageClass.PREFILL < MessageClass.DECODE
 
 
-def test_a_proof_holds_for_one_secret_role_and_nonce():
+def is_accepted(secret, role, nonce, proof):
+    try:
+        messages.check_proof(secret, role, nonce, proof)
+    except ProtocolError:
+        return False
+    return True
+
+
+def test_a_proof_holds_for_one_secret_role_and_nonce(record_property):
     proof = messages.prove(b"s" * 32, "server", NONCE)
     messages.check_proof(b"s" * 32, "server", NONCE, proof)
-    for secret, role, nonce in [(b"t" * 32, "server", NONCE), (b"s" * 32, "agent", NONCE), (b"s" * 32, "server", b"")]:
+    others = [(b"t" * 32, "server", NONCE), (b"s" * 32, "agent", NONCE), (b"s" * 32, "server", b"")]
+    record_property("accepted_strangers", f"{sum(is_accepted(*other, proof) for other in others)} of {len(others)}")
+    for other in others:
         with pytest.raises(ProtocolError, match="did not prove"):
-            messages.check_proof(secret, role, nonce, proof)
+            messages.check_proof(*other, proof)

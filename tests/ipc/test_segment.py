@@ -13,6 +13,7 @@ import pytest
 
 from llm_serving.ipc.segment import SHM_DIRECTORY, NamedSegment, map_segment, new_segment, remove_leftovers
 from support.executor_steps import shm_entries
+from support.recorded import RecordProperty
 
 
 def test_a_new_segment_has_reserved_pages_and_private_permissions() -> None:
@@ -25,7 +26,7 @@ def test_a_new_segment_has_reserved_pages_and_private_permissions() -> None:
     os.unlink(Path(SHM_DIRECTORY, name))
 
 
-def test_an_exception_removes_the_new_segment() -> None:
+def test_an_exception_removes_the_new_segment(record_property: RecordProperty) -> None:
     before = shm_entries()
 
     def fail() -> None:
@@ -35,6 +36,7 @@ def test_an_exception_removes_the_new_segment() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         fail()
+    record_property("names_left", f"{len(shm_entries() - before)} of 1")
     assert shm_entries() == before
 
 

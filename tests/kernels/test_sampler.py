@@ -16,6 +16,7 @@ from llm_serving.ipc.shm import NOT_FINITE
 from llm_serving.sampling_params import SAMPLER_PARAMETERS
 from performance.kernels.library import load_testing_library
 from support.kernel_threads import threads_as_before
+from support.recorded import RecordProperty
 
 Array = npt.NDArray[Any]
 
@@ -214,7 +215,7 @@ def test_the_draw_follows_the_distribution() -> None:
     assert chi_square < 20.5
 
 
-def test_a_row_depends_on_nothing_but_itself() -> None:
+def test_a_row_depends_on_nothing_but_itself(record_property: RecordProperty) -> None:
     rng = np.random.default_rng(8)
     rows, vocab_size = 24, 5003
     logits = (rng.standard_normal((rows, vocab_size)) * 3).astype(np.float32)
@@ -227,14 +228,19 @@ def test_a_row_depends_on_nothing_but_itself() -> None:
         set_threads(2)
         whole = draw(logits, given)
         set_threads(1)
+        changed = 0
         for i in range(rows):
             one = {
                 name: given.inputs[name][i : i + 1]
                 for name in ("seed", "top_p", "repetition_penalty", "num_top_logits")
             }
             alone = draw(logits[i : i + 1], inputs(1, **one, histories=histories[i : i + 1], prompt_lens=[10]))
-            for name in ("sampled_ids", "sampled_logit", "logsumexp", "top_ids", "top_logits"):
-                np.testing.assert_array_equal(getattr(alone, name)[0], getattr(whole, name)[i])
+            changed += not all(
+                np.array_equal(getattr(alone, name)[0], getattr(whole, name)[i])
+                for name in ("sampled_ids", "sampled_logit", "logsumexp", "top_ids", "top_logits")
+            )
+    record_property("changed_rows", f"{changed} of {rows}")
+    assert changed == 0
 
 
 def test_top_logits_are_the_raw_ones_best_first() -> None:
@@ -327,13 +333,14 @@ def test_bad_arrays_are_refused() -> None:
         call.run(np.zeros((2, 4), np.float32), np.zeros(2, np.int64))  # type: ignore[arg-type]
 
 
-def test_a_prepared_call_forgets_the_run_before() -> None:
+def test_a_prepared_call_forgets_the_run_before(record_property: RecordProperty) -> None:
     logits = np.array([[1, 3, 2], [5, 4, 6]], np.float32)
     given, outputs = inputs(2, temperature=0), SampleOutputs.allocate(2)
     call = SampleCall(given.inputs, outputs, 2)
     call.run(logits, best_ids=np.array([1, 2], np.int32))
     assert outputs.sampled_ids.tolist() == [1, 2]
     call.run(logits[::-1].copy())
+    record_property("changed_rows", f"{sum(a != b for a, b in zip(outputs.sampled_ids, [2, 1], strict=True))} of 2")
     assert outputs.sampled_ids.tolist() == [2, 1], "no best_ids: looked for"
     call.run(logits[:1])
     assert outputs.sampled_ids.tolist() == [1, 1], "one row: the other is left alone"

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from llm_serving.kvcache.block_hash import BlockHash, blake2b_128
 from support.kv_cache_model import KVCacheModel, ModelSequence, Outcome, State, random_operation
+from support.recorded import RecordProperty
 
 
 def two_hashes(data: bytes) -> bytes:
@@ -157,7 +158,7 @@ def test_invariants_hold_in_any_interleaving(machine: type[KVCacheMachine]) -> N
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_long_random_run(seed: int) -> None:
+def test_a_long_random_run(seed: int, record_property: RecordProperty) -> None:
     """Thousands of random operations on small pools and blocks, so that rare cases occur often."""
     choose = random.Random(seed)
     hashes: list[BlockHash] = [blake2b_128, two_hashes, one_hash]
@@ -167,3 +168,4 @@ def test_a_long_random_run(seed: int) -> None:
         random_operation(model, choose, max_tokens=choose.choice([2, 6, 12]))
         model.check()
     model.drain()
+    record_property("lost_blocks", f"{model.manager.num_usable_blocks - model.manager.num_free_blocks} of 400")

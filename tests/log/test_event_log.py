@@ -14,6 +14,7 @@ import pytest
 
 from llm_serving.errors import ConfigError
 from llm_serving.telemetry.log import EventLog, encode_line, readable
+from support.recorded import RecordProperty
 
 
 class Colour(enum.Enum):
@@ -62,10 +63,11 @@ def test_events_below_the_level_are_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["a\nb", "a\r\nb", "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029", "\x00", "\ud800x", "é漢😀"])
-def test_no_text_makes_a_second_line(tmp_path: Path, text: str) -> None:
+def test_no_text_makes_a_second_line(tmp_path: Path, text: str, record_property: RecordProperty) -> None:
     with EventLog(tmp_path / "log") as log:
         log.event("e", text=text, **{text: [text]})
     content = (tmp_path / "log").read_bytes().decode()
+    record_property("forged_lines", f"{len(content.splitlines()) - 1} of 1")
     assert len(content.splitlines()) == 1
     expected = text.replace("\ud800", "\\ud800")
     assert json.loads(content)["text"] == expected
@@ -196,8 +198,9 @@ def test_warnings_and_errors_go_to_standard_error_in_readable_form(
     assert rest == ["    Traceback:", "      line"]
 
 
-def test_readable_obeys_no_control_characters() -> None:
+def test_readable_obeys_no_control_characters(record_property: RecordProperty) -> None:
     text = readable({"time": 0.0, "level": "error", "event": "e", "message": "\x1b[31mred\x07"})
+    record_property("forged_lines", f"{len(text.splitlines()) - 1} of 1")
     assert text.endswith("ERROR e: \\x1b[31mred\\x07")
 
 

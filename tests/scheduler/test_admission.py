@@ -9,6 +9,7 @@ from llm_serving.request import FinishReason
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.scheduler import Scheduler
 from support.fakes import make_limits, make_request
+from support.recorded import RecordProperty
 from support.simulation import Simulation
 
 
@@ -30,6 +31,22 @@ def test_the_last_token_needs_no_kv_position() -> None:
     simulation.add(make_request("fits", 10, 11))
     simulation.finish()
     assert len(simulation.streams["fits"]) == 11
+
+
+def test_a_request_near_the_size_of_the_pool_is_refused_or_served(record_property: RecordProperty) -> None:
+    """The pool has 5 blocks of 4 tokens. A request is refused if and only if it needs more than these 20 tokens."""
+    unserved, requests = 0, [(prompt, output) for prompt in range(11, 30) for output in range(1, 12)]
+    for prompt, output in requests:
+        simulation = Simulation(make_limits(num_blocks=6, block_size=4, max_model_len=64))
+        try:
+            simulation.add(make_request("a", prompt, output))
+        except ContextLengthError:
+            unserved += prompt + output - 1 <= 20
+        else:
+            simulation.finish()
+            unserved += simulation.ended != {"a": FinishReason.LENGTH} or prompt + output - 1 > 20
+    record_property("unserved", f"{unserved} of {len(requests)}")
+    assert unserved == 0
 
 
 def test_a_request_may_need_the_whole_pool() -> None:
@@ -103,12 +120,13 @@ def test_an_id_is_in_use_until_its_request_ends() -> None:
     simulation.scheduler.add_request(make_request("a"))
 
 
-def test_a_refused_request_changes_nothing() -> None:
+def test_a_refused_request_changes_nothing(record_property: RecordProperty) -> None:
     scheduler = Scheduler(make_limits(max_num_seqs=1, max_waiting_requests=0))
     scheduler.add_request(make_request("a"))
     with pytest.raises(QueueFullError):
         scheduler.add_request(make_request("b"))
     scheduler.finish_request("a", FinishReason.ABORT, 0.0)
+    record_property("admitted_parts", f"{scheduler.figures.waiting + scheduler.figures.running} of 1")
     assert scheduler.is_idle
     scheduler.add_request(make_request("b"))
 

@@ -11,10 +11,11 @@ from llm_serving.request import FinishReason
 from llm_serving.scheduler.limits import AdmissionKind, Policy
 from llm_serving.telemetry.receipt import BlockReason, Phase
 from support.fakes import make_limits, make_request
+from support.recorded import RecordProperty
 from support.simulation import Simulation
 
 
-def test_an_expired_request_is_dropped_without_prefill() -> None:
+def test_an_expired_request_is_dropped_without_prefill(record_property: RecordProperty) -> None:
     simulation = Simulation(make_limits(max_num_seqs=1, decode_steps_ahead=0))
     simulation.add(make_request("a", 5, 4), make_request("b", 5, 4, deadline=0.5))
     simulation.step()
@@ -23,7 +24,14 @@ def test_an_expired_request_is_dropped_without_prefill() -> None:
     simulation.schedule()
     assert simulation.ended == {"b": FinishReason.ABORT}
     simulation.finish()
-    assert all(request.request_id == "a" for step in simulation.steps for request in step.requests)
+    lengths = [
+        (request.request_id, length)
+        for step in simulation.steps
+        for request, length in zip(step.requests, step.query_lens, strict=True)
+    ]
+    wasted = sum(length for name, length in lengths if name in simulation.expired)
+    record_property("expired_percent", 100 * wasted / sum(length for _, length in lengths))
+    assert {name for name, _ in lengths} == {"a"}
 
 
 def test_a_running_request_continues_past_its_deadline() -> None:

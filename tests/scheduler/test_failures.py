@@ -9,31 +9,34 @@ from llm_serving.request import FinishReason, RequestStatus
 from llm_serving.scheduler.output import StepKind, StepResult
 from llm_serving.telemetry.receipt import Phase
 from support.fakes import make_limits, make_request
+from support.recorded import RecordProperty
 from support.simulation import Simulation
 
 
-def test_abort_while_waiting() -> None:
+def test_abort_while_waiting(record_property: RecordProperty) -> None:
     simulation = Simulation(make_limits(max_num_seqs=1))
     simulation.add(make_request("a"), make_request("b"))
     simulation.schedule()
     simulation.end("b")
     simulation.finish()
+    record_property("lost_blocks", f"{simulation.num_held_blocks} of 1")
     assert simulation.ended == {"a": FinishReason.LENGTH, "b": FinishReason.ABORT}
     assert simulation.streams["b"] == []
 
 
-def test_abort_without_a_step_in_flight_frees_blocks_immediately() -> None:
+def test_abort_without_a_step_in_flight_frees_blocks_immediately(record_property: RecordProperty) -> None:
     simulation = Simulation(make_limits(decode_steps_ahead=0))
     simulation.add(make_request("a"))
     simulation.step()
     assert simulation.scheduler.figures.free_blocks == simulation.scheduler.figures.total_blocks - 2
     simulation.end("a")
-    assert simulation.scheduler.figures.free_blocks == simulation.scheduler.figures.total_blocks
+    record_property("lost_blocks", f"{simulation.num_held_blocks} of 1")
+    assert simulation.num_held_blocks == 0
     simulation.check_quiet()
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
-def test_abort_frees_blocks_when_the_steps_that_use_them_complete(ahead: int) -> None:
+def test_abort_frees_blocks_when_the_steps_that_use_them_complete(ahead: int, record_property: RecordProperty) -> None:
     simulation = Simulation(make_limits(decode_steps_ahead=ahead, num_blocks=100))
     gone, stays = make_request("gone", 5, 50), make_request("stays", 5, 50)
     simulation.add(gone, stays)
@@ -49,9 +52,10 @@ def test_abort_frees_blocks_when_the_steps_that_use_them_complete(ahead: int) ->
     assert gone.row == -1
     assert all(gone not in step.requests for step in simulation.steps[5 + ahead :])
     simulation.finish()
+    record_property("lost_blocks", f"{simulation.num_held_blocks} of 1")
 
 
-def test_abort_during_the_only_prefill_makes_its_steps_void() -> None:
+def test_abort_during_the_only_prefill_makes_its_steps_void(record_property: RecordProperty) -> None:
     simulation = Simulation(make_limits(decode_steps_ahead=1))
     simulation.add(make_request("a", 40, 8))
     assert [step.kind for step in simulation.schedule()] == [StepKind.PREFILL, StepKind.DECODE]
@@ -62,6 +66,7 @@ def test_abort_during_the_only_prefill_makes_its_steps_void() -> None:
     assert simulation.device.queue == []
     assert simulation.answer() == []
     assert simulation.answer() == []
+    record_property("lost_blocks", f"{simulation.num_held_blocks} of 1")
     simulation.check_quiet()
 
 

@@ -10,6 +10,7 @@ from llm_serving.request import FinishReason, Request, RequestStatus
 from llm_serving.scheduler.limits import Policy
 from llm_serving.scheduler.output import StepKind
 from support.fakes import make_limits, make_request
+from support.recorded import RecordProperty
 from support.simulation import Simulation
 
 
@@ -20,6 +21,16 @@ def crowded(num_blocks: int, *, ahead: int = 1, block_size: int = 4, **changes: 
             num_blocks=num_blocks + 1, block_size=block_size, decode_steps_ahead=ahead, max_model_len=40, **changes
         )
     )
+
+
+def recomputed_share(simulation: Simulation) -> float:
+    """Returns how many tokens were computed again for each token that had to be computed once.
+
+    The last token of an output is not computed.
+    """
+    requests = simulation.requests.values()
+    useful = sum(len(one.prompt_token_ids) + len(one.output_token_ids) - 1 for one in requests)
+    return sum(step.num_tokens for step in simulation.steps) / useful - 1
 
 
 def run_until_preempted(simulation: Simulation, request: Request) -> None:
@@ -33,11 +44,14 @@ def run_until_preempted(simulation: Simulation, request: Request) -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
 @pytest.mark.parametrize("block_size", [1, 2, 4, 8])
-def test_the_latest_is_preempted_first_and_the_oldest_never(ahead: int, block_size: int) -> None:
+def test_the_latest_is_preempted_first_and_the_oldest_never(
+    ahead: int, block_size: int, record_property: RecordProperty
+) -> None:
     simulation = crowded(48 // block_size, ahead=ahead, block_size=block_size)
     requests = [make_request(name, 4, 30) for name in "abcd"]
     simulation.add(*requests)
     simulation.finish()
+    record_property("recomputed_share", recomputed_share(simulation))
     preemptions = [request.num_preemptions for request in requests]
     assert preemptions[0] == 0
     assert sum(preemptions) == simulation.scheduler.figures.preemptions > 0
@@ -47,13 +61,14 @@ def test_the_latest_is_preempted_first_and_the_oldest_never(ahead: int, block_si
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
-def test_a_pool_of_one_longest_sequence_serves_any_number(ahead: int) -> None:
+def test_a_pool_of_one_longest_sequence_serves_any_number(ahead: int, record_property: RecordProperty) -> None:
     simulation = Simulation(
         make_limits(num_blocks=10, block_size=4, max_model_len=37, max_prompt_len=36, decode_steps_ahead=ahead)
     )
     assert simulation.scheduler.figures.total_blocks * 4 == 36
     simulation.add(*(make_request(f"r{index}", 1 + index % 12, 36) for index in range(10)))
     simulation.finish()
+    record_property("recomputed_share", recomputed_share(simulation))
     assert all(reason is FinishReason.LENGTH for reason in simulation.ended.values())
 
 
@@ -122,7 +137,7 @@ def test_preemption_at_below_and_past_a_block_border(prompt: int, ahead: int) ->
 @pytest.mark.parametrize("when", ["draining", "waiting", "running again"])
 @pytest.mark.parametrize("ahead", [1, 2, 3])
 @pytest.mark.parametrize("prompt", [7, 8, 9])
-def test_preemption_and_abort(who: str, when: str, ahead: int, prompt: int) -> None:
+def test_preemption_and_abort(who: str, when: str, ahead: int, prompt: int, record_property: RecordProperty) -> None:
     simulation = crowded(8, ahead=ahead)
     old, young = make_request("old", prompt, 22), make_request("young", prompt, 22)
     simulation.add(old, young)
@@ -136,6 +151,7 @@ def test_preemption_and_abort(who: str, when: str, ahead: int, prompt: int) -> N
             simulation.step()
     simulation.end(who)
     simulation.finish()
+    record_property("lost_blocks", f"{simulation.num_held_blocks} of 1")
     expected = {"old": FinishReason.LENGTH, "young": FinishReason.LENGTH, who: FinishReason.ABORT}
     if when == "running again" and who == "old":
         del expected["old"], simulation.ended["old"]  # the request may have ended before the abort
@@ -248,7 +264,9 @@ def test_the_other_sequences_decode_if_the_chosen_one_is_preempted() -> None:
 
 @pytest.mark.parametrize("policy", Policy)
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
-def test_every_interleaving_of_pressure_and_aborts_ends_well(policy: Policy, ahead: int) -> None:
+def test_every_interleaving_of_pressure_and_aborts_ends_well(
+    policy: Policy, ahead: int, record_property: RecordProperty
+) -> None:
     for seed in range(10):
         rng = random.Random(seed)
         simulation = crowded(10, ahead=ahead, block_size=rng.choice([4, 5]), policy=policy, max_prompt_len=30)
@@ -258,6 +276,7 @@ def test_every_interleaving_of_pressure_and_aborts_ends_well(policy: Policy, ahe
             if rng.random() < 0.1:
                 simulation.end(f"r{rng.randrange(12)}")
         simulation.finish()
+        record_property("lost_blocks", f"{simulation.num_held_blocks} of {simulation.seen['ends from outside']}")
 
 
 def test_the_least_important_is_preempted_first_but_never_the_oldest() -> None:

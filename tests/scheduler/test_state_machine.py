@@ -19,6 +19,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from llm_serving.scheduler.limits import SchedulerLimits
+from llm_serving.scheduler.output import ScheduledStep, StepKind
+from support.recorded import RecordProperty
 from support.scheduler_scripts import Operation, Player, Script, minimise, play
 from support.script_drawing import BATCHINGS, BLOCK_SIZES, POLICIES, draw_script, draw_state_script
 from support.sweeps import with_sweeps
@@ -175,13 +178,40 @@ def play_all(seeds: range, **changes: Any) -> Counter[str]:
         script = draw_script(seed)
         limits = {**script.limits, **changes}
         limits["prefix_cache"] = limits["prefix_cache"] and limits["page_attention"]
-        seen += play(Script(limits, script.operations)).seen
+        seen += play_counted(Script(limits, script.operations))
     return seen
 
 
+def play_counted(script: Script) -> Counter[str]:
+    """Runs a script. Returns the events that occurred, and the numbers that checks of docs/reliability.md need."""
+    simulation = play(script)
+    seen = simulation.seen.copy()
+    seen["operations"] += len(script.operations)
+    seen["lost blocks"] += simulation.num_held_blocks
+    seen["texts"] += len(simulation.requests)
+    seen["steps"] += len(simulation.steps)
+    for step in simulation.steps:
+        seen["oversized steps"] += is_oversized(step, simulation.limits)
+        seen["tokens"] += step.num_tokens
+        tokens = zip(step.requests, step.query_lens, strict=False)  # a step of moves has no requests
+        seen["expired tokens"] += sum(length for one, length in tokens if one.request_id in simulation.expired)
+    return seen
+
+
+def is_oversized(step: ScheduledStep, limits: SchedulerLimits) -> bool:
+    if step.kind is StepKind.DECODE:
+        return step.num_seqs - step.num_drafts > min(limits.decode_batch_size, limits.max_num_seqs)
+    return step.num_tokens > limits.max_num_batched_tokens or step.num_seqs > limits.max_num_seqs
+
+
 @pytest.mark.parametrize("part", with_sweeps([(part,) for part in range(10)], lambda part: part >= 1))
-def test_invariants_hold_in_any_script(part: int) -> None:
+def test_invariants_hold_in_any_script(part: int, record_property: RecordProperty) -> None:
     seen = play_all(range(part * 30, part * 30 + 30))
+    record_property("lost_blocks", f"{seen['lost blocks']} of {seen['operations']}")
+    record_property("oversized_steps", f"{seen['oversized steps']} of {seen['steps']}")
+    record_property("wrong_texts", f"0 of {seen['texts']}")  # with a wrong text, ``play`` would have failed
+    record_property("expired_percent", 100 * seen["expired tokens"] / seen["tokens"])
+    assert seen["deadlines"] > 0
     for event in ("cached starts", "chunks", "preemptions", "refused for good"):
         assert seen[event] > 0, event
 

@@ -176,9 +176,10 @@ def error_of(response) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("request_", "param", "phrase"), BAD_REQUESTS)
-def test_a_bad_request(server, request_, param, phrase):
+def test_a_bad_request(server, request_, param, phrase, record_property):
     path, body = request_
     response = server.post(path, body)
+    record_property("wrong_statuses", f"{response.status_code != 400:d} of 1")
     assert response.status_code == 400, response.text
     error = error_of(response)
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
@@ -242,8 +243,9 @@ BAD_BODIES = [
 
 
 @pytest.mark.parametrize(("body", "status", "code", "phrase"), BAD_BODIES, ids=range(len(BAD_BODIES)))
-def test_a_bad_body(server, body, status, code, phrase):
+def test_a_bad_body(server, body, status, code, phrase, record_property):
     response = server.http.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
+    record_property("wrong_statuses", f"{response.status_code != status:d} of 1")
     error = error_of(response)
     assert (response.status_code, error["type"], error["code"]) == (status, "invalid_request_error", code)
     assert phrase in error["message"]
@@ -272,9 +274,10 @@ BAD_HEADERS = [
 
 
 @pytest.mark.parametrize(("header", "status", "phrase"), BAD_HEADERS)
-def test_a_bad_header(server, header, status, phrase):
+def test_a_bad_header(server, header, status, phrase, record_property):
     with server.raw(http_request(COMPLETIONS, b'{"prompt": "a"}', header)) as connection:
         answered, _, body = read_response(connection)
+    record_property("wrong_statuses", f"{answered != status:d} of 1")
     assert answered == status
     assert phrase in json.loads(body)["error"]["message"]
     assert server.engine.submitted == []

@@ -12,6 +12,7 @@ from support.http_server import MAX_BODY_BYTES, http_request, read_response, wai
 
 SLOW = {"prompt": "a", "max_tokens": 100}
 ENDLESS = [300] * 100
+MIB = 1024 * 1024
 
 
 def slow(engine, delay_s=0.05):
@@ -21,6 +22,22 @@ def slow(engine, delay_s=0.05):
 
 def aborted(engine) -> bool:
     return bool(engine.submitted) and all(request.aborted for request in engine.submitted)
+
+
+def pieces(engine) -> list[int]:
+    return [request.num_pieces for request in engine.submitted]
+
+
+def watch_kept_bytes(server, monkeypatch) -> list[int]:
+    """Returns a list that gets the bytes of all request bodies that the server keeps, after each chunk of a body."""
+    add, kept = body_module._CountedBytes.add, [server.app.state.body_bytes]
+
+    def watched(counted, size):
+        add(counted, size)
+        kept.append(server.app.state.body_bytes)
+
+    monkeypatch.setattr(body_module._CountedBytes, "add", watched)
+    return kept
 
 
 def reset(connection: socket.socket) -> None:
@@ -45,12 +62,14 @@ CASES = [
 
 @pytest.mark.parametrize("close", [socket.socket.close, reset], ids=["close", "reset"])
 @pytest.mark.parametrize(("path", "body"), CASES)
-def test_going_away_aborts(server, engine, path, body, close):
+def test_going_away_aborts(server, engine, path, body, close, record_property):
     slow(engine)
     connection = server.raw(http_request(path, json.dumps(body).encode()))
-    wait_until(lambda: any(request.num_pieces for request in engine.submitted))
+    wait_until(lambda: any(pieces(engine)))
+    before = pieces(engine)
     close(connection)
     wait_until(lambda: aborted(engine))
+    record_property("steps_after_leaving", max(map(int.__sub__, pieces(engine), before)))
     assert server.log.named("internal_error") == []
 
 
@@ -99,19 +118,22 @@ def test_headers_that_do_not_come_are_not_waited_for(server, monkeypatch):
             assert read_response(connection)[0] == 408
 
 
-def test_endless_headers_are_cut_off(server):
+def test_endless_headers_are_cut_off(server, record_property):
     with server.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Long: ") as connection:
-        answer = b""
+        answer, sent = b"", 0
         try:
             for _ in range(40):
                 connection.sendall(b"x" * 8192)
+                sent += 8192
             answer = connection.recv(64)
         except (BrokenPipeError, ConnectionResetError):
             answer = answer or b"HTTP/1.1 431 (reset before it could be read)"
+    record_property("endless_mib", sent / MIB)
     assert answer.startswith(b"HTTP/1.1 431")
 
 
-def test_a_chunked_body_is_bounded_while_it_is_read(server):
+def test_a_chunked_body_is_bounded_while_it_is_read(server, monkeypatch, record_property):
+    kept = watch_kept_bytes(server, monkeypatch)
     head = http_request("/v1/completions", b"", "Transfer-Encoding: chunked").replace(b"Content-Length: 0\r\n", b"")
     with server.raw(head) as connection:
         for _ in range(MAX_BODY_BYTES // 8192 + 2):
@@ -119,14 +141,18 @@ def test_a_chunked_body_is_bounded_while_it_is_read(server):
         status, headers, body = read_response(connection)
         assert (status, headers["connection"]) == (413, "close")
         assert "more than" in json.loads(body)["error"]["message"]
+    record_property("kept_bytes", max(kept))
+    assert 0 < max(kept) <= MAX_BODY_BYTES
 
 
-def test_a_large_body_is_refused_before_it_is_sent(server, monkeypatch):
+def test_a_large_body_is_refused_before_it_is_sent(server, monkeypatch, record_property):
+    kept = watch_kept_bytes(server, monkeypatch)
     monkeypatch.setattr(body_module, "DRAIN_TIMEOUT_S", 3600.0)
     monkeypatch.setattr(body_module, "BODY_TIMEOUT_S", 3600.0)
     head = http_request("/v1/completions", b"", "Content-Length: 9999999", "Expect: 100-continue")
     with server.raw(head) as connection:
         assert read_response(connection)[0] == 413
+    record_property("kept_bytes", max(kept))
 
 
 def test_bytes_that_are_not_http(server):
@@ -146,7 +172,7 @@ def send_until_refused(connection: socket.socket, block: bytes) -> tuple[int, by
     sent = 0
     answer = b""
     try:
-        while sent < 16 * 1024 * 1024:
+        while sent < 16 * MIB:
             connection.sendall(block)
             sent += len(block)
         answer = connection.recv(64)
@@ -164,10 +190,11 @@ def send_until_refused(connection: socket.socket, block: bytes) -> tuple[int, by
     ],
     ids=["many", "no colon", "long"],
 )
-def test_endless_trailers_are_cut_off(server, engine, block):
+def test_endless_trailers_are_cut_off(server, engine, block, record_property):
     with server.raw(CHUNKED + b"1\r\n{\r\n0\r\n") as connection:
         sent, answer = send_until_refused(connection, block)
-    assert sent < 16 * 1024 * 1024
+    record_property("endless_mib", sent / MIB)
+    assert sent < 16 * MIB
     assert answer == b"" or answer.startswith(b"HTTP/1.1 400")
     assert engine.submitted == []
 
@@ -180,9 +207,11 @@ def test_one_trailer_is_refused(server, engine):
     assert engine.submitted == []
 
 
-def test_endless_chunk_extensions_are_cut_off(server):
+def test_endless_chunk_extensions_are_cut_off(server, record_property):
     with server.raw(CHUNKED + b"1;x=") as connection:
-        assert send_until_refused(connection, b"x" * 65536)[0] < 16 * 1024 * 1024
+        sent, _ = send_until_refused(connection, b"x" * 65536)
+    record_property("endless_mib", sent / MIB)
+    assert sent < 16 * MIB
 
 
 def test_small_chunks_are_accepted(server, engine):

@@ -73,9 +73,10 @@ def test_the_resent_tokens_of_a_beam_search_are_bounded():
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "n": 64}),
     ],
 )
-def test_too_much_work_is_refused(tokenizer, path, body):
+def test_too_much_work_is_refused(tokenizer, path, body, record_property):
     with running(FakeEngine(tokenizer), max_request_tokens=8000) as server:
         answer = server.post(path, body)
+        record_property("begun_sequences", f"{len(server.engine.submitted)} of 1")
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "request_too_large")
         assert "8000 (serving_config.max_request_tokens)" in answer.json()["error"]["message"]
         assert server.engine.submitted == []
@@ -83,9 +84,10 @@ def test_too_much_work_is_refused(tokenizer, path, body):
         assert server.post(path, small).is_success
 
 
-def test_token_lists_are_refused_before_they_are_examined(server):
+def test_token_lists_are_refused_before_they_are_examined(server, record_property):
     for prompt in ([5] * 101, [[5], [5] * 101], [5.5] * 101):
         error = server.post("/v1/completions", {"prompt": prompt}).json()["error"]
+        record_property("begun_sequences", f"{len(server.engine.submitted)} of 1")
         assert error["code"] == "context_length_exceeded"
         assert error["message"].startswith("The prompt has 101 tokens; the maximum is 100")
 

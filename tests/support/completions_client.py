@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-__all__ = ["assert_same", "run_alone", "run_together"]
+__all__ = ["assert_same", "count_changed", "run_alone", "run_together"]
 
 
 async def complete(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[Any, ...]:
@@ -97,3 +97,16 @@ def assert_same(answer: tuple[Any, ...], expected: tuple[Any, ...], body: dict[s
     assert reason == expected[4], body
     if body["logprobs"]:
         assert tops == expected[3], body
+
+
+def count_changed(
+    answers: list[tuple[Any, ...] | None], expected: list[tuple[Any, ...]], bodies: list[dict[str, Any]]
+) -> tuple[int, int]:
+    """Compares the answers of complete requests. Returns the number of answers that differ, and of all compared ones.
+    """
+    pairs = [
+        (answer, wanted if body["logprobs"] else (*wanted[:3], answer[3], wanted[4]))
+        for body, wanted, answer in zip(bodies, expected, answers, strict=True)
+        if answer is not None
+    ]
+    return sum(answer != wanted for answer, wanted in pairs), len(pairs)

@@ -28,6 +28,8 @@ class SimulatedClients:
         self.ended: dict[str, FinishReason] = {}
         self.cut: set[str] = set()
         """Requests that ended before their last token, for example because their client aborted them."""
+        self.expired: set[str] = set()
+        """Requests that the scheduler ended because their deadline passed."""
         self.seen: Counter[str] = Counter()
         """Number of events by name, so that a test can check that every kind of event happened."""
 
@@ -71,6 +73,7 @@ class SimulatedClients:
             assert update.request.deadline is not None
             assert update.request.deadline <= self.now
             self.cut.add(update.request.request_id)
+            self.expired.add(update.request.request_id)
         self.take(updates)
 
     def take(self, updates: list[RequestUpdate], result: StepResult | None = None) -> None:

@@ -35,6 +35,12 @@ class Simulation(SimulatedClients):
         self.drafts: random.Random | None = None
         """Draws the drafts that are offered before each call of ``schedule``. If it is None, no drafts are offered."""
 
+    @property
+    def num_held_blocks(self) -> int:
+        """The number of blocks that are not free. 0 if the scheduler is idle and has lost none."""
+        figures = self.scheduler.figures
+        return int(figures.total_blocks - figures.free_blocks)
+
     def add(self, *requests: Request) -> None:
         for request in requests:
             super().add(request)

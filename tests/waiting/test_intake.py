@@ -13,6 +13,7 @@ from llm_serving.scheduler.sequence import Sequence
 from llm_serving.waiting.drain_rate import MAX_RETRY_AFTER_S
 from llm_serving.waiting.intake import Intake
 from support.fakes import make_request
+from support.recorded import RecordProperty
 from support.waiting_sequences import Arrivals, drain, make_intake, pop, put
 
 
@@ -75,7 +76,7 @@ def test_a_sequence_that_is_not_the_first_can_start() -> None:
     assert (drain(intake), intake.num_tokens) == ([0, 2], 0)
 
 
-def test_a_refused_request_changes_nothing() -> None:
+def test_a_refused_request_changes_nothing(record_property: RecordProperty) -> None:
     intake = make_intake(1)
     first = intake.add(make_request("a"), 0)
     with pytest.raises(RequestError, match="'a' is being served"):
@@ -84,6 +85,7 @@ def test_a_refused_request_changes_nothing() -> None:
         intake.add(make_request("endless", 100), 8)
     with pytest.raises(QueueFullError):
         intake.add(make_request("b"), 0)
+    record_property("admitted_parts", f"{len(intake) - 1} of 3")
     assert (list(intake.sequences.values()), intake.num_arrivals, len(intake)) == ([first], 1, 1)
 
 

@@ -55,7 +55,9 @@ CHECKS = (
         tests(
             "engine/test_core_failures.py::test_a_failed_step_ends_its_requests_and_the_engine_goes_on",
             "executor/test_agent_executor.py::test_a_step_that_fails_harms_no_other",
+            figure="other_failures",
         ),
+        "of {total} other requests failed",
     ),
     Check(
         "C4",
@@ -63,7 +65,10 @@ CHECKS = (
         tests(
             f"{_LIFE}::test_a_server_of_which_a_part_dies_ends_with_an_error_code",
             "engine/test_core_failures.py::test_an_internal_error_ends_every_request_and_refuses_those_to_come",
+            figure="falsely_ready_s",
+            limit=2.0,
         ),
+        "s until it says that it is not ready",
     ),
     Check(
         "C5",
@@ -71,12 +76,16 @@ CHECKS = (
         tests(
             f"{_LIFE}::test_agents_end_within_five_seconds_of_a_killed_server",
             f"{_LIFE}::test_the_next_start_removes_what_a_server_killed_in_its_start_has_left",
+            figure="agents_end_s",
+            limit=5.0,
         ),
+        "s until the agents end",
     ),
     Check(
         "C7",
         "A start while an old agent still runs shares nothing with it",
-        tests("integration/test_old_agent.py"),
+        tests("integration/test_old_agent.py", figure="shared_segments"),
+        "of {total} segments were shared",
     ),
     Check(
         "C8",
@@ -88,17 +97,31 @@ CHECKS = (
             f"{_LIFE}::test_a_second_signal_ends_the_server_at_once",
             f"{_LIFE}::test_a_signal_under_load_stops_everything",
             f"{_LIFE}::test_a_signal_while_starting_stops_everything",
+            figure="lost_tokens",
         ),
+        "of {total} tokens were lost",
     ),
     Check(
         "C9",
         "An agent that always dies is restarted with growing pauses",
-        tests("executor/test_restarts.py", f"{_LIFE}::test_a_restart_goes_on_while_agents_cannot_start"),
+        tests(
+            "executor/test_restarts.py",
+            f"{_LIFE}::test_a_restart_goes_on_while_agents_cannot_start",
+            figure="longest_pause_s",
+            limit=60.0,
+        ),
+        "s of the longest pause",
     ),
     Check(
         "C10",
         "A client that leaves frees its blocks",
-        tests("server/test_disconnect.py", f"{_LIFE}::test_a_client_that_goes_away_frees_its_blocks"),
+        tests(
+            "server/test_disconnect.py",
+            f"{_LIFE}::test_a_client_that_goes_away_frees_its_blocks",
+            figure="steps_after_leaving",
+            limit=2.0,
+        ),
+        "steps after the client left",
     ),
     Check(
         "C11",
@@ -107,7 +130,10 @@ CHECKS = (
             "server/test_disconnect.py::test_a_client_that_does_not_read_holds_up_only_itself",
             "server/test_event_loop.py::test_a_client_that_does_not_read_is_closed",
             "engine/test_async_engine.py::test_a_slow_reader_gets_few_large_pieces",
+            figure="held_pieces",
+            limit=31.0,
         ),
+        "pieces held for a slow reader",
     ),
     Check(
         "C12",
@@ -118,7 +144,13 @@ CHECKS = (
     Check(
         "C13",
         "A start with bad settings or a taken port ends with a message",
-        tests("integration/test_bad_starts.py", "config/test_bad_configs.py", "config/test_cli.py"),
+        tests(
+            "integration/test_bad_starts.py",
+            "config/test_bad_configs.py",
+            "config/test_cli.py",
+            figure="unclear_mistakes",
+        ),
+        "of {total} mistakes got an unclear message",
     ),
     Check("C15", "No timeout depends on the wall clock", Scan(_wall_clocks), "uses of the wall clock"),
     Check(
@@ -129,6 +161,8 @@ CHECKS = (
             "integration/test_self_checks.py::test_agents_without_finite_logits_are_restarted",
             "kernels/test_candidates.py::test_rows_whose_logits_are_not_finite_are_marked",
             "kernels/test_sampler.py::test_logits_that_are_not_finite_are_marked_and_change_no_other_row",
+            figure="changed_neighbours",
         ),
+        "of {total} neighbours got another text",
     ),
 )

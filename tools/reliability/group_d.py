@@ -34,7 +34,13 @@ CHECKS = (
     Check(
         "D4",
         "Too little shared memory is an error with the numbers",
-        tests("executor/test_agent_group.py::test_shared_memory_larger_than_the_disk", "ipc/test_segment.py"),
+        tests(
+            "executor/test_agent_group.py::test_shared_memory_larger_than_the_disk",
+            "executor/test_agent_group.py::test_a_shared_memory_folder_without_write_permission",
+            "ipc/test_segment.py",
+            figure="names_left",
+        ),
+        "names left by {total} failed starts",
     ),
     Check(
         "D5",
@@ -44,7 +50,9 @@ CHECKS = (
             "log/test_log_file.py",
             "log/test_event_log.py::test_a_full_disk_is_said_once_and_counted",
             "log/test_event_log.py::test_lost_lines_are_reported_when_the_disk_has_space_again",
+            figure="changed_answers",
         ),
+        "of {total} responses changed",
     ),
     Check(
         "D6",

@@ -46,7 +46,8 @@ CHECKS = (
     Check(
         "E3",
         "Without allow_remote the server listens on loopback only",
-        tests(f"{_ISOLATION}::test_it_listens_on_loopback_only"),
+        tests(f"{_ISOLATION}::test_it_listens_on_loopback_only", figure="other_listeners"),
+        "of {total} listeners are not on loopback",
     ),
     Check(
         "E4",
@@ -55,17 +56,21 @@ CHECKS = (
             "executor/test_agent_executor.py::test_strangers_on_the_agents_port_reach_no_agent_and_keep_none_from_starting",
             "executor/test_agent_executor.py::test_the_secret_is_in_no_argument_and_no_environment",
             "ipc/test_messages.py::test_a_proof_holds_for_one_secret_role_and_nonce",
+            figure="accepted_strangers",
         ),
+        "of {total} strangers were accepted",
     ),
     Check(
         "E5",
         "A hostile chat template ends early and reaches nothing",
-        tests("engine_text/test_chat_template.py", "server/test_chat_rendering.py"),
+        tests("engine_text/test_chat_template.py", "server/test_chat_rendering.py", figure="peak_mb", limit=40.0),
+        "MB for a hostile template",
     ),
     Check(
         "E6",
         "A model folder runs no code",
-        tests(f"{_ISOLATION}::test_a_model_folder_runs_no_code"),
+        tests(f"{_ISOLATION}::test_a_model_folder_runs_no_code", figure="runs_of_code"),
+        "runs of the code of {total} hostile files",
     ),
     Check(
         "E8",
@@ -74,7 +79,9 @@ CHECKS = (
             "access/test_default_deny.py",
             "server/test_bad_input.py::test_a_bad_header",
             "server/test_bad_input.py::test_allowed_hosts",
+            figure="open_routes",
         ),
+        "of {total} requests reached a closed route",
     ),
     Check(
         "E9",
@@ -84,7 +91,9 @@ CHECKS = (
             "server/test_scheduling_fields.py::test_tenants_may_be_kept_apart",
             "access/test_limits_over_http.py::test_keys_do_not_share_the_prefix_cache",
             "integration/test_access.py::test_the_prefix_cache_reveals_nothing_of_other_keys",
+            figure="shared_tokens",
         ),
+        "shared tokens of {total} prompts",
     ),
     Check(
         "E10",
@@ -96,7 +105,9 @@ CHECKS = (
             "server/test_admin.py::test_arrivals_are_logged_without_the_prompt",
             "access/test_limits_over_http.py::test_the_audit_log_has_no_prompt_and_no_secret",
             "server/test_scheduling_fields.py::test_a_tenant_is_the_hash_of_its_key_and_the_key_is_nowhere",
+            figure="forged_lines",
         ),
+        "forged lines in {total} texts",
     ),
     Check(
         "E11",
@@ -105,11 +116,14 @@ CHECKS = (
             "server/test_admin.py::test_errors_of_the_engine",
             "server/test_admin.py::test_a_crash_in_a_stream_is_an_error_event_without_details",
             "server/test_admin.py::test_server_info_shows_processes_only_on_this_machine",
+            figure="revealing_errors",
         ),
+        "of {total} errors showed a secret",
     ),
     Check(
         "E12",
         "The server connects to nothing but its agents",
-        tests(f"{_ISOLATION}::test_it_connects_to_its_agents_only"),
+        tests(f"{_ISOLATION}::test_it_connects_to_its_agents_only", figure="other_connections"),
+        "of {total} connections were not to an agent",
     ),
 )

@@ -25,9 +25,13 @@ CHECKS = (
         "A request whose deadline passed is dropped without prefill",
         tests(
             "scheduler/test_deadlines_and_receipts.py",
+            "scheduler/test_state_machine.py::test_invariants_hold_in_any_script",
             "server/test_scheduling_fields.py::test_a_deadline_passed_before_the_queue",
             "server/test_scheduling_fields.py::test_a_dropped_request_is_a_504_that_clients_do_not_repeat",
+            figure="expired_percent",
+            limit=1.0,
         ),
+        "% of the tokens for expired requests",
     ),
     Check(
         "F4",

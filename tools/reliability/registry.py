@@ -1,8 +1,10 @@
 """Defines a check, which measures one number (its figure) and compares it with a limit. Runs checks.
 
-Most checks run tests of this project and count the tests that fail (``Verdict``). All tests of the chosen checks run in
-one pytest process, so that they share their servers. Other checks run a program that prints its figures as JSON lines
-(``Program``), or a function that searches the source code (``Scan``).
+Most checks run tests of this project (``Verdict``). Their figure is a number that the tests record, or the number of
+tests that fail. All tests of the chosen checks run in one pytest process, so that they share their servers.
+
+Other checks run a program that prints its figures as JSON lines (``Program``), or a function that searches the source
+code (``Scan``).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -27,11 +29,30 @@ at most.
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a check. If the check did not pass, ``reason`` states the cause."""
+    """The result of a check. If the check did not pass, ``reason`` states the cause.
+
+    If the figure is a count, ``total`` is the number of things that were counted: 2 of 412 bodies got a wrong status.
+    """
 
     passed: bool
     figure: float | None
     reason: str = ""
+    total: int = 0
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of one test. ``problem`` is empty if the test passed.
+
+    ``recorded`` has the values that the test recorded with pytest's fixture ``record_property``, by their names.
+    """
+
+    problem: str = ""
+    recorded: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+Results = dict[str, dict[str, Result]]
+"""For each place, the result of each of its tests by the name of the test."""
 
 
 @dataclass(frozen=True)
@@ -39,20 +60,44 @@ class Verdict:
     """A check that runs tests. Each of the ``places`` is a test file or a single test, in the form in which pytest
     names it.
 
-    The figure is the number of tests that did not pass.
+    ``figure`` is the name of a value that the tests record with pytest's fixture ``record_property``. The value is a
+    number, for example ``3.5``, or a count and its total, for example ``"2 of 412"``. The check's figure is the largest
+    number, or the sum of the counts. It must be at most ``limit``. If ``figure`` is empty, the check's figure is the
+    number of tests that did not pass.
     """
 
     places: tuple[str, ...]
+    figure: str = ""
+    limit: float = 0.0
 
-    def outcome(self, results: dict[str, dict[str, str]]) -> Outcome:
-        """Returns the outcome of the tests. ``results`` has, for each place, the problem of each test by its name.
+    def outcome(self, results: Results) -> Outcome:
+        """Returns the outcome of the tests. The check passes only if all tests passed.
 
-        An empty problem means that the test passed. If no test of a place ran, the place counts as one failed test.
+        If no test of a place ran, the place counts as one failed test.
         """
+        tests = {name: result for place in self.places for name, result in results.get(place, {}).items()}
         problems = [f"{place}: no test ran" for place in self.places if not results.get(place)]
-        for place in self.places:
-            problems += [f"{name}: {text}" for name, text in results.get(place, {}).items() if text]
-        return Outcome(not problems, len(problems), "; ".join(problems)[:500])
+        problems += [f"{name}: {result.problem}" for name, result in tests.items() if result.problem]
+        if not self.figure:
+            return Outcome(not problems, len(problems), "; ".join(problems)[:500], len(tests))
+        values = [_recorded(text) for result in tests.values() for text in result.recorded.get(self.figure, ())]
+        return self._judge(values, problems)
+
+    def _judge(self, values: list[tuple[float, int | None]], problems: list[str]) -> Outcome:
+        """Returns the outcome for the recorded ``values``, which are numbers, each with its total if it is a count."""
+        reason = "; ".join(problems)[:500]
+        numbers, totals = [number for number, _ in values], [total for _, total in values if total is not None]
+        if not numbers or (totals and not sum(totals)):
+            return Outcome(False, None, "; ".join(filter(None, (reason, f"no test measured {self.figure}"))))
+        figure = sum(numbers) if totals else max(numbers)
+        is_kept = figure <= self.limit and all(number <= self.limit for number in numbers)  # also if a number is NaN
+        return Outcome(not problems and is_kept, figure, reason, sum(totals))
+
+
+def _recorded(text: str) -> tuple[float, int | None]:
+    """Returns a recorded number, and its total if it is a count: (3.5, None) for ``3.5``, (2, 412) for ``2 of 412``."""
+    number, _, total = text.partition(" of ")
+    return float(number), int(total) if total else None
 
 
 @dataclass(frozen=True)
@@ -164,7 +209,7 @@ class Both:
     verdict: Verdict
     program: Program
 
-    def outcome(self, results: dict[str, dict[str, str]], runs: Runs | None = None) -> Outcome:
+    def outcome(self, results: Results, runs: Runs | None = None) -> Outcome:
         """Returns the outcome of the program. The check passes only if the tests pass, too."""
         tested, measured = self.verdict.outcome(results), self.program.outcome(runs)
         reason = "; ".join(filter(None, (tested.reason, measured.reason)))
@@ -175,30 +220,35 @@ class Both:
 class Check:
     """One of the sixty checks. ``promise`` is a sentence with the property that is checked.
 
-    A check measures one number, its figure. ``unit`` is the unit of this number.
+    A check measures one number, its figure. ``unit`` is the unit of this number. ``{total}`` in the unit stands for the
+    total of a count.
     """
 
     id: str
     promise: str
     how: Verdict | Program | Both | Scan
-    unit: str = "tests that failed"
+    unit: str = "of {total} tests failed"
 
     @property
     def limit(self) -> float:
-        """The limit of the figure. 0 for the number of tests that failed and of findings."""
-        program = self._program
-        return 0.0 if program is None else program.limit
+        """The limit of the figure. 0 for the number of findings."""
+        how = self._judged
+        return 0.0 if isinstance(how, Scan) else how.limit
 
     @property
     def comparison(self) -> str:
         """``<=`` if the figure must be at most the limit, ``>=`` if it must be at least the limit."""
-        program = self._program
-        return ">=" if program is not None and program.is_minimum else "<="
+        how = self._judged
+        return ">=" if isinstance(how, Program) and how.is_minimum else "<="
 
     @property
-    def _program(self) -> Program | None:
-        how = self.how.program if isinstance(self.how, Both) else self.how
-        return how if isinstance(how, Program) else None
+    def _judged(self) -> Verdict | Program | Scan:
+        """The part of the check that measures the figure."""
+        return self.how.program if isinstance(self.how, Both) else self.how
+
+    def unit_of(self, outcome: Outcome) -> str:
+        """Returns the unit of the figure of an outcome."""
+        return self.unit.format(total=f"{outcome.total:,}")
 
     def line(self, outcome: Outcome) -> dict[str, object]:
         """Returns the fields of the check's JSON line."""
@@ -206,16 +256,16 @@ class Check:
             "id": self.id,
             "pass": outcome.passed,
             "figure": outcome.figure,
-            "unit": self.unit,
+            "unit": self.unit_of(outcome),
             "limit": self.limit,
             "comparison": self.comparison,
         }
         return {**fields, "reason": outcome.reason} if outcome.reason else fields
 
 
-def tests(*places: str) -> Verdict:
+def tests(*places: str, figure: str = "", limit: float = 0.0) -> Verdict:  # noqa: PT028 - this is not a test
     """Returns a check that runs tests. A place is a file or a test, as a path below ``tests/``."""
-    return Verdict(tuple(f"tests/{place}" for place in places))
+    return Verdict(tuple(f"tests/{place}" for place in places), figure, limit)
 
 
 def run_checks(checks: Sequence[Check]) -> Iterator[tuple[Check, Outcome]]:
@@ -226,7 +276,7 @@ def run_checks(checks: Sequence[Check]) -> Iterator[tuple[Check, Outcome]]:
         yield check, _outcome(check.how, results, runs)
 
 
-def _outcome(how: Verdict | Program | Both | Scan, results: dict[str, dict[str, str]], runs: Runs) -> Outcome:
+def _outcome(how: Verdict | Program | Both | Scan, results: Results, runs: Runs) -> Outcome:
     if isinstance(how, Verdict):
         return how.outcome(results)
     if isinstance(how, Both):
@@ -240,12 +290,8 @@ def _places(how: Verdict | Program | Both | Scan) -> tuple[str, ...]:
     return how.places if isinstance(how, Verdict) else ()
 
 
-def run_tests(places: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Runs the tests of ``places``, which are test files or single tests. Returns, for each place, the problem of each
-    test by its name.
-
-    The problem of a test that passed is an empty text.
-    """
+def run_tests(places: Sequence[str]) -> Results:
+    """Runs the tests of ``places``, which are test files or single tests. Returns their results."""
     if not places:
         return {}
     with tempfile.TemporaryDirectory() as folder:
@@ -259,20 +305,22 @@ def run_tests(places: Sequence[str]) -> dict[str, dict[str, str]]:
             stdout=sys.stderr,
         )
         cases = read_report(report) if report.exists() else {}
-    return {place: {name: text for name, text in cases.items() if _belongs(name, place)} for place in places}
+    return {place: {name: each for name, each in cases.items() if _belongs(name, place)} for place in places}
 
 
-def read_report(report: Path) -> dict[str, str]:
-    """Returns the problem of each test in a JUnit report, by the name of the test.
-
-    The problem of a test that passed is an empty text. A skipped test has a problem.
-    """
-    found: dict[str, str] = {}
+def read_report(report: Path) -> dict[str, Result]:
+    """Returns the result of each test in a JUnit report, by the name of the test. A skipped test has a problem."""
+    found: dict[str, Result] = {}
     for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314 - pytest has just written the file
         name = f"{case.get('file')}::{case.get('name')}"
         problem = next((each for each in case if each.tag in ("failure", "error", "skipped")), None)
         text = "" if problem is None else f"{problem.tag}: {(problem.get('message') or '').splitlines()[:1]}"
-        found[name] = found.get(name) or text
+        before = found.get(name, Result())
+        recorded = dict(before.recorded)
+        for each in case.iter("property"):
+            key = each.get("name", "")
+            recorded[key] = (*recorded.get(key, ()), each.get("value", ""))
+        found[name] = Result(before.problem or text, recorded)
     return found
 
 

@@ -16,7 +16,7 @@ _MAX_REASON_CHARS = 100
 
 def row(check: Check, outcome: Outcome, stamp: str) -> str:
     """Returns the row of a check. If the check did not pass, the row states the reason."""
-    figure = "-" if outcome.figure is None else f"{outcome.figure:g} {check.unit}"
+    figure = "-" if outcome.figure is None else f"{number_text(outcome.figure)} {check.unit_of(outcome)}"
     reason = " ".join(outcome.reason.replace("|", "/").split())[:_MAX_REASON_CHARS]
     verdict = "yes" if outcome.passed else f"no: {reason or 'over the limit'}"
     return f"| {check.id} | {check.promise} | {figure} | {limit_text(check)} | {verdict} | {stamp} |"
@@ -24,7 +24,13 @@ def row(check: Check, outcome: Outcome, stamp: str) -> str:
 
 def limit_text(check: Check) -> str:
     """Returns the limit of a check as the table shows it: ``2.5`` for a maximum, ``>= 0.95`` for a minimum."""
-    return f"{check.limit:g}" if check.comparison == "<=" else f"{check.comparison} {check.limit:g}"
+    limit = number_text(check.limit)
+    return limit if check.comparison == "<=" else f"{check.comparison} {limit}"
+
+
+def number_text(number: float) -> str:
+    """Returns a number with four digits, or with all digits before the point if these are more."""
+    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.4g}"
 
 
 def write(page: Path, checks: Sequence[Check], outcomes: Sequence[tuple[Check, Outcome]], stamp: str) -> None:
