@@ -1,6 +1,6 @@
 """Runs the compilations of grammars in threads, few at a time. Tenants take turns.
 
-A compilation may take half a second. Without turns, the compilations of one tenant would delay those of all others.
+A compilation may take a second. Without turns, the compilations of one tenant would delay those of all others.
 """
 
 from __future__ import annotations
