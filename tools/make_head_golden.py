@@ -3,7 +3,8 @@ that guesses further tokens. Its weights are random numbers from a seed.
 
 The program needs the environment of ``tools/make_golden.py``:
 
-    /tmp/oracle/bin/python tools/make_head_golden.py
+    /tmp/oracle/bin/python tools/make_head_golden.py              # all heads
+    /tmp/oracle/bin/python tools/make_head_golden.py mtp_qwen3_5  # one of them
 
 transformers computes the model, and the decoder layer of an MTP head. This program computes all other parts of the
 heads. For each position of a greedy text, a file has ``GUESSES`` guesses of the next tokens. It leaves out a guess
@@ -16,7 +17,8 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,6 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -34,6 +35,7 @@ from performance.models.folders import write_model  # noqa: E402
 from performance.models.heads import (  # noqa: E402
     SPECULATORS_LAYERS,
     eagle_variant,
+    hybrid_eagle_variant,
     mtp_variant,
     write_eagle_head,
     write_mtp_model,
@@ -49,10 +51,43 @@ GUESSES = 4
 MIN_MARGIN = 2e-3
 """Minimum difference between the two best logits of a guess. The guesses from the first smaller one on are left out."""
 
+MTP_MODELS = {
+    "mtp": "deepseek_v3",
+    "mtp_qwen3_next": "qwen3_next",
+    "mtp_qwen3_5": "qwen3_5",
+    "mtp_qwen3_5_moe": "qwen3_5_moe",
+}
+"""The names of the golden files of MTP layers, and the variants of their models."""
+USUAL_LAYERS = (2, 4, 5)
+"""Numbers of the layers that an EAGLE-3 head of a model with eight layers reads, if the head states none."""
+
 Guess = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Type of functions that run a head. They take the hidden state and the next token of all positions, and return the
 logits and the head's state of the last position.
 """
+
+
+@dataclass(frozen=True)
+class MtpNames:
+    """The names of an MTP layer's tensors, without ``.weight``. Its norms multiply by ``offset`` + weight."""
+
+    layer: str
+    embedding_norm: str
+    state_norm: str
+    projection: str
+    norm: str
+    offset: int
+
+
+QWEN_MTP = MtpNames(
+    "mtp.layers.0", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", offset=1
+)
+
+
+def deepseek_mtp(number: int) -> MtpNames:
+    layer = f"model.layers.{number}"
+    own = (f"{layer}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
+    return MtpNames(layer, *own, offset=0)
 
 
 class Target:
@@ -94,19 +129,22 @@ class Target:
 def mtp_guess(folder: Path, target: Target) -> Guess:
     config = AutoConfig.from_pretrained(folder)
     config._attn_implementation = "eager"
-    prefix = f"model.layers.{config.num_hidden_layers}."
-    stored = load_file(folder / "mtp.safetensors")
-    weights = {name.removeprefix(prefix): each.float() for name, each in stored.items()}
-    layer = DeepseekV3DecoderLayer(config, config.num_hidden_layers).eval()
-    layer.load_state_dict(_as_modules(weights, layer))
-    rotary = DeepseekV3RotaryEmbedding(config)
+    names = QWEN_MTP if hasattr(config, "linear_num_key_heads") else deepseek_mtp(config.num_hidden_layers)
+    index = config.num_hidden_layers if names.offset == 0 else config.layer_types.index("full_attention")
+    weights = {name: each.float() for name, each in load_file(folder / "mtp.safetensors").items()}
+    layer = type(target.model.model.layers[0])(config, index).eval()
+    prefix = f"{names.layer}."
+    of_layer = {name.removeprefix(prefix): each for name, each in weights.items() if name.startswith(prefix)}
+    layer.load_state_dict(_as_modules(of_layer, layer))
+    rotary = target.model.model.rotary_emb
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        return rms_norm(x, x.shape[-1:], weights[f"{name}.weight"], config.rms_norm_eps)
+        return rms_norm(x, x.shape[-1:], names.offset + weights[f"{name}.weight"], config.rms_norm_eps)
 
     def guess(states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        embedded = norm(target.model.model.embed_tokens(tokens), "enorm")
-        x = linear(torch.cat([embedded, norm(states, "hnorm")], -1), weights["eh_proj.weight"])[None]
+        embedded = norm(target.model.model.embed_tokens(tokens), names.embedding_norm)
+        joined = torch.cat([embedded, norm(states, names.state_norm)], -1)
+        x = linear(joined, weights[f"{names.projection}.weight"])[None]
         count = x.shape[1]
         mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
         found = layer(
@@ -115,7 +153,7 @@ def mtp_guess(folder: Path, target: Target) -> Guess:
             position_embeddings=rotary(x, torch.arange(count)[None]),
             position_ids=torch.arange(count)[None],
         )
-        hidden = norm((found[0] if isinstance(found, tuple) else found)[0], "shared_head.norm")
+        hidden = norm((found[0] if isinstance(found, tuple) else found)[0], names.norm)
         return target.model.lm_head(hidden[-1]), hidden[-1]
 
     return guess
@@ -145,7 +183,8 @@ def eagle_guess(folder: Path, target: Target) -> Guess:
     config = whole | whole.get("transformer_layer_config", {})
     layer = "layers.0" if "transformer_layer_config" in whole else "midlayer"
     begins_normed = whole.get("norm_before_residual", False)
-    weights = load_file(folder / "model.safetensors")
+    stored = load_file(folder / "model.safetensors")
+    weights = {name: each.float() if each.is_floating_point() else each for name, each in stored.items()}
     dim, heads, kv_heads = config["head_dim"], config["num_attention_heads"], config["num_key_value_heads"]
     frequencies = 1.0 / config["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
@@ -210,30 +249,46 @@ def write(name: str, tokens: list[int], states: torch.Tensor, guess: Guess) -> N
     print(f"{path}: {whole} of {len(found)} places have {GUESSES} guesses")
 
 
+def write_mtp(name: str, variant: Any, folder: Path) -> None:
+    write_mtp_model(folder, variant)
+    target = Target(folder)
+    tokens = target.text(variant.config["vocab_size"])
+    write(name, tokens, target.states(tokens)[-1], mtp_guess(folder, target))
+
+
+def write_eagle(variant: Any, folder: Path, heads: Mapping[str, tuple[Callable[..., None], Sequence[int]]]) -> None:
+    """Writes the guesses of EAGLE-3 heads for one model.
+
+    ``heads`` has, for each name of a file, the function that writes the head, and the numbers of the layers that the
+    head reads.
+    """
+    write_model(variant, folder)
+    target = Target(folder)
+    tokens = target.text(variant.config["vocab_size"])
+    after = target.streams(tokens)
+    for name, (write_head, numbers) in heads.items():
+        head = folder.with_name(name)
+        write_head(head, variant)
+        joined = torch.cat([after[each] for each in numbers], -1)
+        fused = linear(joined, load_file(head / "model.safetensors")["fc.weight"].float())
+        write(name, tokens, fused, eagle_guess(head, target))
+
+
 @torch.no_grad()
 def main() -> None:
+    names = sys.argv[1:] or [*MTP_MODELS, "eagle", "eagle_hybrid"]
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "model"
-        variant: Any = mtp_variant()
-        write_mtp_model(folder, variant)
-        target = Target(folder)
-        tokens = target.text(variant.config["vocab_size"])
-        write("mtp", tokens, target.states(tokens)[-1], mtp_guess(folder, target))
-        variant, folder = eagle_variant(), Path(scratch) / "eagle_model"
-        write_model(variant, folder)
-        target = Target(folder)
-        tokens, layers = target.text(variant.config["vocab_size"]), variant.config["num_hidden_layers"]
-        after = target.streams(tokens)
-        heads = {
-            "eagle": (write_eagle_head, (2, layers // 2, layers - 3)),
-            "speculators": (write_speculators_head, SPECULATORS_LAYERS),
-        }
-        for name, (write_head, numbers) in heads.items():
-            head = Path(scratch) / name
-            write_head(head, variant)
-            joined = torch.cat([after[each] for each in numbers], -1)
-            fused = linear(joined, load_file(head / "model.safetensors")["fc.weight"])
-            write(name, tokens, fused, eagle_guess(head, target))
+        for name in names:
+            folder = Path(scratch) / f"model_{name}"
+            if name in MTP_MODELS:
+                write_mtp(name, mtp_variant(MTP_MODELS[name]), folder)
+            elif name == "eagle":
+                heads = {"eagle": (write_eagle_head, USUAL_LAYERS)}
+                write_eagle(
+                    eagle_variant(), folder, heads | {"speculators": (write_speculators_head, SPECULATORS_LAYERS)}
+                )
+            else:
+                write_eagle(hybrid_eagle_variant(), folder, {name: (write_eagle_head, USUAL_LAYERS)})
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ _RESULT_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.
 """Gemma's norms whose results are added to the residual stream. The weights of these norms are large, as in trained
 models. With small weights, the large embeddings alone would decide the text.
 """
-_HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""The ``model_type`` of models with linear attention in most layers. Most of their norms multiply by 1 + weight."""
 _SPREAD_NORMS = ("q_norm.weight", "k_norm.weight", "q_a_layernorm.weight", "kv_a_layernorm.weight")
 
 
@@ -72,7 +73,7 @@ def _attention_shapes(config: Mapping[str, Any], name: str) -> dict[str, tuple[i
         f"{name}.v_proj.weight": (key, hidden),
         f"{name}.o_proj.weight": (hidden, query),
     }
-    if config.get("model_type") in _HYBRIDS:  # each query head has rows for the query and for its gate
+    if config.get("model_type") in HYBRIDS:  # each query head has rows for the query and for its gate
         shapes[f"{name}.q_proj.weight"] = (2 * query, hidden)
     model_type, all_biased = config.get("model_type", "llama"), config.get("attention_bias", False)
     if all_biased or model_type == "qwen2":
@@ -239,7 +240,7 @@ def write_model(variant: Variant, folder: Path) -> None:
             continue
         tensors[name] = allocate(shape, variant.dtype)
         std = tensor_std(name, shape, variant)
-        if variant.config.get("model_type") in _HYBRIDS and name.endswith("norm.weight"):
+        if variant.config.get("model_type") in HYBRIDS and name.endswith("norm.weight"):
             centre = 1 if "linear_attn" in name else 0  # all other norms multiply by 1 + weight
             tensors[name] = spread_ones(name, shape, variant, centre=centre)
         elif name.endswith("A_log"):

@@ -16,7 +16,7 @@ import numpy as np
 
 from agent.weights.seeded import fill_seeded
 from agent.weights.storage import Array, allocate
-from performance.models.folders import spread_ones, tensor_shapes, tensor_std, write_model, write_safetensors
+from performance.models.folders import HYBRIDS, spread_ones, tensor_shapes, tensor_std, write_model, write_safetensors
 from performance.models.variants import FAMILY_VARIANTS, Variant
 
 GUESSED_TOKENS = 160
@@ -27,10 +27,15 @@ layer.
 """
 
 
-def mtp_variant() -> Variant:
-    """Returns a small DeepSeek-V3 that has an MTP layer."""
-    found = FAMILY_VARIANTS["deepseek_v3"]
-    return replace(found, config={**found.config, "num_nextn_predict_layers": 1}, num_shards=1)
+_HYBRID_LAYERS = "LLFLFLLF"
+"""The layers of the hybrid with an EAGLE-3 head: L has linear attention, F has full attention."""
+
+
+def mtp_variant(name: str = "deepseek_v3") -> Variant:
+    """Returns a small model for an MTP layer: the variant ``name`` of DeepSeek-V3, Qwen3-Next or Qwen3.5."""
+    found = FAMILY_VARIANTS[name]
+    stated = {} if found.config["model_type"] in HYBRIDS else {"num_nextn_predict_layers": 1}
+    return replace(found, config={**found.config, **stated}, num_shards=1)
 
 
 def eagle_variant() -> Variant:
@@ -41,15 +46,19 @@ def eagle_variant() -> Variant:
     return replace(found, config={**found.config, "num_hidden_layers": 8, "tie_word_embeddings": False}, num_shards=1)
 
 
+def hybrid_eagle_variant() -> Variant:
+    """Returns a small Qwen3.5 with eight layers for an EAGLE-3 head."""
+    found = FAMILY_VARIANTS["qwen3_5"]
+    types = ["full_attention" if kind == "F" else "linear_attention" for kind in _HYBRID_LAYERS]
+    changed = {"num_hidden_layers": len(types), "layer_types": types, "tie_word_embeddings": False}
+    return replace(found, config={**found.config, **changed})
+
+
 def write_mtp_model(folder: Path, variant: Variant) -> None:
-    """Writes a model with its MTP layer, in DeepSeek-V3's published format."""
+    """Writes a model with its MTP layer, in the published format of DeepSeek-V3, or of Qwen3-Next and Qwen3.5."""
     write_model(variant, folder)
-    config, count = variant.config, variant.config["num_hidden_layers"]
-    hidden, layer = config["hidden_size"], f"model.layers.{count}"
-    longer = tensor_shapes({**config, "num_hidden_layers": count + 1})
-    shapes = {name: shape for name, shape in longer.items() if name.startswith(f"{layer}.")}
-    shapes |= {f"{layer}.{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
-    shapes[f"{layer}.eh_proj.weight"] = (hidden, 2 * hidden)
+    config = variant.config
+    shapes = _qwen_mtp_shapes(config) if config["model_type"] in HYBRIDS else _deepseek_mtp_shapes(config)
     path = folder / "mtp.safetensors"
     write_safetensors(path, _tensors(shapes, variant))
     files = {"model.safetensors": tensor_shapes(config), path.name: shapes}
@@ -59,6 +68,26 @@ def write_mtp_model(folder: Path, variant: Variant) -> None:
     index = {"metadata": {"total_size": sum(path.stat().st_size for path in folder.glob("*.safetensors"))}}
     index["weight_map"] = weight_map
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def _deepseek_mtp_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the tensors of DeepSeek-V3's MTP layer, which has the number after the last layer."""
+    hidden, count = config["hidden_size"], config["num_hidden_layers"]
+    layer = f"model.layers.{count}"
+    longer = tensor_shapes({**config, "num_hidden_layers": count + 1})
+    shapes = {name: shape for name, shape in longer.items() if name.startswith(f"{layer}.")}
+    shapes |= {f"{layer}.{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
+    return {**shapes, f"{layer}.eh_proj.weight": (hidden, 2 * hidden)}
+
+
+def _qwen_mtp_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the tensors of the MTP layer of Qwen3-Next and Qwen3.5, which has full attention."""
+    hidden, theirs = config["hidden_size"], "model.layers.0."
+    one = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "mlp_only_layers": []}
+    layer = {name: shape for name, shape in tensor_shapes({**config, **one}).items() if name.startswith(theirs)}
+    shapes = {f"mtp.layers.0.{name.removeprefix(theirs)}": shape for name, shape in layer.items()}
+    shapes |= {f"mtp.{name}.weight": (hidden,) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+    return {**shapes, "mtp.fc.weight": (hidden, 2 * hidden)}
 
 
 def write_eagle_head(folder: Path, variant: Variant) -> None:
@@ -141,10 +170,11 @@ def _eagle_shapes(config: Mapping[str, Any], layer: str) -> dict[str, tuple[int,
 
 
 def _tensors(shapes: Mapping[str, tuple[int, ...]], variant: Variant) -> dict[str, Array]:
+    """Returns random tensors with these shapes. In the MTP layers of Qwen's hybrids, norms multiply by 1 + weight."""
     tensors = {}
     for name, shape in shapes.items():
         if len(shape) == 1 and not name.endswith("bias"):
-            tensors[name] = spread_ones(name, shape, variant)
+            tensors[name] = spread_ones(name, shape, variant, centre=0 if name.startswith("mtp.") else 1)
         else:
             tensors[name] = allocate(shape, variant.dtype)
             fill_seeded(name, tensors[name], variant.dtype, seed=variant.seed, std=tensor_std(name, shape, variant))
