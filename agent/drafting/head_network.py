@@ -139,11 +139,11 @@ class HeadNetwork(DraftNetwork):
 
     def _normed(self, stream: Array, gamma: Array) -> Array:
         """Returns RMSNorm of hidden states [tokens, hidden_size], computed in float32."""
-        dtype = self.config.model_config.model_dtype
-        x = to_float32(stream, dtype)
+        dtype, shape = self.config.model_config.model_dtype, self.config.shape
+        x, factors = to_float32(stream, dtype), to_float32(gamma, shape.norm_dtype or dtype)
         mean = np.mean(np.square(x), axis=1, keepdims=True, dtype=np.float32)
-        scale = 1 / np.sqrt(mean + np.float32(self.config.shape.rms_norm_eps))
-        return from_float32(np.ascontiguousarray(x * scale * to_float32(gamma, dtype)), dtype)
+        scale = 1 / np.sqrt(mean + np.float32(shape.rms_norm_eps))
+        return from_float32(np.ascontiguousarray(x * scale * factors), dtype)
 
     def _read_tokens(self, files: TensorFiles, prefix: str) -> Int32Array | None:
         """Returns an array that maps indices of the head's logits to token ids. Returns None if each index is its own

@@ -31,7 +31,7 @@ def delta_specs(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightSpe
 
 
 def prediction_names(names: Sequence[str], full_layer: int) -> tuple[str, ...]:
-    """Returns the names of the checkpoint's tensors for multi-token prediction. They are not loaded.
+    """Returns the names of the checkpoint's tensors for multi-token prediction. The model does not load them.
 
     The tensors are a decoder layer with full attention, a linear layer and three norms. The decoder layer has the same
     tensors as the model's layer ``full_layer``. ``names`` are the names of the model's tensors.

@@ -1,8 +1,8 @@
 """The networks of heads: small networks that guess further tokens from hidden states of the model.
 
 There are two kinds. An MTP layer (multi-token prediction, DeepSeek-V3, arXiv:2412.19437) is one more layer of the
-model, in the model's checkpoint. An EAGLE-3 head (Li et al. 2025, arXiv:2503.01840) is one layer with a checkpoint of
-its own.
+model, in the model's checkpoint. In Qwen3-Next and Qwen3.5, it has full attention. An EAGLE-3 head (Li et al. 2025,
+arXiv:2503.01840) is one layer with a checkpoint of its own.
 
 At position p, a head takes the hidden state of the model at p and the token at p + 1. It computes the logits of the
 token at p + 2. To guess further tokens, the head takes its own hidden state instead of the hidden state of the model.
@@ -11,7 +11,7 @@ token at p + 2. To guess further tokens, the head takes its own hidden state ins
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mindspore import Tensor, nn
 
@@ -21,9 +21,9 @@ from agent.layers.embedding import Embedding
 from agent.layers.linear import NormWeight, RowParallelLinear, Weight
 from agent.layers.mlp import GatedMLP
 from agent.layers.rotary import rotary_tables
+from agent.models.head_names import eagle_specs, mtp_specs
 from agent.models.llama import DecoderLayer
-from agent.models.names import weight_specs
-from agent.weights import WeightPart, WeightSpec
+from agent.weights import WeightSpec
 from llm_serving.config import Config
 from llm_serving.config.draft_model import EAGLE, Head
 from llm_serving.model.shape import ModelShape
@@ -44,8 +44,8 @@ class HeadDefinition:
     def weight_specs(self, shape: ModelShape) -> Sequence[WeightSpec]:
         """Returns every parameter to load, in the order of the layers."""
         if self.head.kind == EAGLE:
-            return _eagle_specs(shape, self.head, self.prefix, self.layer)
-        return _mtp_specs(shape, self.head)
+            return eagle_specs(shape, self.head, self.prefix, self.layer)
+        return mtp_specs(shape, self.head)
 
     def ignorable_suffixes(self, shape: ModelShape) -> tuple[str, ...]:
         """Returns the endings of the names of tensors that the checkpoint may have and the head does not load.
@@ -71,7 +71,7 @@ class _Head(nn.Cell):
         self.embedding = Embedding(ops, head.vocab_size, shape.hidden_size)
         self.rotary = ops.rotary(*rotary_tables(shape, config.max_model_len), shape.sliding_window)
         self.join = ops.join_norms(shape.hidden_size, shape.rms_norm_eps, keeps_second=head.norm_before_residual)
-        self.norm = NormWeight(ops, shape.hidden_size)
+        self.norm = NormWeight(ops, shape.hidden_size, shape.norm_dtype)
         self.lm_head = Weight(ops.linear_weight(shape.hidden_size, shape.vocab_size, output=True))
         self.logits = ops.lm_head(shape.vocab_size, shape.rms_norm_eps)
         self.tap = ops.tap(shape.hidden_size)
@@ -95,8 +95,8 @@ class MtpHead(_Head):
 
     def __init__(self, config: Config, head: Head, ops: OpTable) -> None:
         super().__init__(config, head, ops)
-        hidden = config.shape.hidden_size
-        self.embedding_norm, self.state_norm = NormWeight(ops, hidden), NormWeight(ops, hidden)
+        hidden, dtype = config.shape.hidden_size, config.shape.norm_dtype
+        self.embedding_norm, self.state_norm = NormWeight(ops, hidden, dtype), NormWeight(ops, hidden, dtype)
         self.projection = RowParallelLinear(ops, 2 * hidden, hidden)
         self.layers = nn.CellList([DecoderLayer(config, ops, layer=0)])
 
@@ -200,59 +200,3 @@ class JoinedAttention(Attention):
         caches = (self.key_cache, self.value_cache)
         attended = self.attention(self.qkv(joined, step), self.of_heads(), rotary, caches, step, False)
         return self.output(attended, step)
-
-
-def _mtp_specs(shape: ModelShape, head: Head) -> list[WeightSpec]:
-    """Returns the parameters of an MTP layer. Its output layer is the output layer of the model."""
-    hidden, theirs = shape.hidden_size, f"model.layers.{head.layers[0]}"
-    own = [
-        _plain("embedding_norm.weight", f"{theirs}.enorm.weight", hidden),
-        _plain("state_norm.weight", f"{theirs}.hnorm.weight", hidden),
-        WeightSpec("projection.weight", (WeightPart(f"{theirs}.eh_proj.weight", (hidden, 2 * hidden)),), "linear"),
-    ]
-    for spec in weight_specs(shape):
-        if spec.parameter.startswith("layers.0."):
-            own.append(_of_layer(spec, theirs))
-    output = "model.embed_tokens.weight" if head.shares_output else "lm_head.weight"
-    return [*own, _plain("norm.weight", f"{theirs}.shared_head.norm.weight", hidden), _output(output, shape)]
-
-
-def _of_layer(spec: WeightSpec, layer: str) -> WeightSpec:
-    """Returns ``spec``, a parameter of the model's first layer, with the tensor names of a head's layer.
-
-    ``layer`` is the prefix of these names in the head's checkpoint.
-    """
-
-    def renamed(parts: tuple[WeightPart, ...]) -> tuple[WeightPart, ...]:
-        return tuple(replace(part, name=f"{layer}.{part.name.removeprefix('model.layers.0.')}") for part in parts)
-
-    return replace(spec, parts=renamed(spec.parts), bias=renamed(spec.bias))
-
-
-def _eagle_specs(shape: ModelShape, head: Head, prefix: str, layer_name: str) -> list[WeightSpec]:
-    hidden, theirs = shape.hidden_size, f"{prefix}{layer_name}"
-    query, key = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    widths = {"q_proj": query, "k_proj": key, "v_proj": key}
-    parts = tuple(WeightPart(f"{theirs}.self_attn.{name}.weight", (each, 2 * hidden)) for name, each in widths.items())
-    biases = tuple(WeightPart(f"{theirs}.self_attn.{name}.bias", (each,)) for name, each in widths.items())
-    fused = WeightPart(f"{prefix}fc.weight", (hidden, len(head.layers) * head.hidden_size))
-    layer = [
-        WeightSpec("fused_projection.weight", (fused,), "linear"),
-        _plain("layers.0.input_norm.weight", f"{theirs}.input_layernorm.weight", hidden),
-        _plain("layers.0.state_norm.weight", f"{theirs}.hidden_norm.weight", hidden),
-        WeightSpec("layers.0.attention.qkv.weight", parts, "linear", bias=biases if shape.attention_bias else ()),
-    ]
-    taken = ("layers.0.attention.output.weight", "layers.0.post_attention_norm.weight", "layers.0.mlp.")
-    for spec in weight_specs(shape):
-        if spec.parameter.startswith(taken):
-            layer.append(_of_layer(spec, theirs))
-    norm = _plain("norm.weight", f"{prefix}norm.weight", hidden)
-    return [*layer, norm, _output("lm_head.weight", shape)]
-
-
-def _output(name: str, shape: ModelShape) -> WeightSpec:
-    return WeightSpec("lm_head.weight", (WeightPart(name, (shape.vocab_size, shape.hidden_size)),), "linear")
-
-
-def _plain(parameter: str, name: str, size: int) -> WeightSpec:
-    return WeightSpec(parameter, (WeightPart(name, (size,)),))

@@ -50,7 +50,7 @@ def weight_specs(shape: ModelShape) -> list[WeightSpec]:
     specs = [embedding if shape.gemma is None else replace(embedding, factor=hidden**0.5)]
     for layer in range(shape.num_layers):
         ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
-        specs.append(_norm(shape, f"{ours}.input_norm.weight", f"{theirs}.input_layernorm.weight", hidden))
+        specs.append(norm_spec(shape, f"{ours}.input_norm.weight", f"{theirs}.input_layernorm.weight", hidden))
         if shape.has_cache(layer):
             attention = _attention_specs if shape.latent is None else _latent_specs
             specs.extend(attention(shape, f"{ours}.attention", f"{theirs}.self_attn"))
@@ -61,14 +61,14 @@ def weight_specs(shape: ModelShape) -> list[WeightSpec]:
             specs.extend(_expert_specs(shape, f"{ours}.mlp", f"{theirs}.{experts.block}", experts))
         else:
             specs.extend(_mlp_specs(shape, f"{ours}.mlp", f"{theirs}.mlp"))
-    specs.append(_norm(shape, "norm.weight", "model.norm.weight", hidden))
+    specs.append(norm_spec(shape, "norm.weight", "model.norm.weight", hidden))
     tied = shape.tie_word_embeddings
     output = WeightPart("model.embed_tokens.weight" if tied else "lm_head.weight", (vocab, hidden))
     specs.append(WeightSpec("lm_head.weight", (output,), "linear", packed_only=shape.shares_output))
     if shape.vision is not None:
         return [_of_text_model(spec, shape.vision.text_prefix) for spec in specs]
     encoder = shape.encoder_beside
-    return specs if encoder is None else [_beside_encoder(spec, encoder.text_prefix) for spec in specs]
+    return specs if encoder is None else [renamed(spec, _MODEL, encoder.text_prefix) for spec in specs]
 
 
 def ignorable_suffixes(shape: ModelShape) -> tuple[str, ...]:
@@ -88,24 +88,25 @@ def ignorable_suffixes(shape: ModelShape) -> tuple[str, ...]:
     return (*names, "lm_head.weight") if shape.tie_word_embeddings else names
 
 
-def _beside_encoder(spec: WeightSpec, prefix: str) -> WeightSpec:
-    """Returns ``spec`` with the tensor names of a checkpoint that also has a vision encoder that is not loaded.
+def renamed(spec: WeightSpec, old: str, new: str) -> WeightSpec:
+    """Returns ``spec`` with other names of tensors: ``new`` replaces ``old`` at the beginning of a name.
 
-    ``prefix`` is the prefix of the names of the text model's tensors. ``spec`` has the names of a checkpoint without a
-    vision encoder.
+    Names that do not begin with ``old`` stay the same.
     """
 
-    def renamed(part: WeightPart) -> WeightPart:
-        if not part.name.startswith(_MODEL):
-            return part
-        place, stacked = part.rows_of, part.stacked
-        if place is not None:
-            place = replace(place, name=place.name.replace(_MODEL, prefix, 1))
-        if stacked is not None:
-            stacked = replace(stacked, name=stacked.name.replace(_MODEL, prefix, 1))
-        return replace(part, name=part.name.replace(_MODEL, prefix, 1), rows_of=place, stacked=stacked)
+    def name_of(name: str) -> str:
+        return f"{new}{name.removeprefix(old)}" if name.startswith(old) else name
 
-    return replace(spec, parts=tuple(map(renamed, spec.parts)))
+    def part_of(part: WeightPart) -> WeightPart:
+        place, stacked = part.rows_of, part.stacked
+        return replace(
+            part,
+            name=name_of(part.name),
+            rows_of=None if place is None else replace(place, name=name_of(place.name)),
+            stacked=None if stacked is None else replace(stacked, name=name_of(stacked.name)),
+        )
+
+    return replace(spec, parts=tuple(map(part_of, spec.parts)), bias=tuple(map(part_of, spec.bias)))
 
 
 def _of_text_model(spec: WeightSpec, prefix: str) -> WeightSpec:
@@ -121,7 +122,7 @@ def _of_text_model(spec: WeightSpec, prefix: str) -> WeightSpec:
 
 
 def _extra_names(shape: ModelShape) -> tuple[str, ...]:
-    """Returns the names of all tensors of the layers for multi-token prediction, which are not loaded."""
+    """Returns the names of all tensors of the layers for multi-token prediction, which the model does not load."""
     if shape.delta is not None:
         parts = [part for spec in weight_specs(replace(shape, beside_encoder=False)) for part in spec.parts]
         names = {part.name if part.rows_of is None else part.rows_of.name for part in parts}
@@ -158,12 +159,12 @@ def _attention_specs(shape: ModelShape, ours: str, theirs: str) -> Iterator[Weig
     if shape.sinks:
         yield replace(_plain(f"{ours}.sinks", f"{theirs}.sinks", shape.num_attention_heads), float32=True)
     if shape.query_key_norm:
-        query_norm = _norm(shape, f"{ours}.query_norm.weight", f"{theirs}.q_norm.weight", head_dim)
+        query_norm = norm_spec(shape, f"{ours}.query_norm.weight", f"{theirs}.q_norm.weight", head_dim)
         if shape.gemma is not None:
             # The operators divide scores by the square root of the head size, but Gemma divides by another number. The
             # factor of the norm corrects this.
             query_norm = replace(query_norm, factor=(head_dim / shape.gemma.query_scalar) ** 0.5)
-        key_norm = _norm(shape, f"{ours}.key_norm.weight", f"{theirs}.k_norm.weight", head_dim)
+        key_norm = norm_spec(shape, f"{ours}.key_norm.weight", f"{theirs}.k_norm.weight", head_dim)
         for norm in (query_norm, key_norm):
             yield replace(norm, parts=(_rotated_first(norm.parts[0], shape),)) if shape.partial_rotary_dim else norm
 
@@ -302,15 +303,17 @@ def _later_norms(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightSp
     """Yields the norm before the MLP. For Gemma, also yields the norms of the results of attention and MLP."""
     hidden, name = shape.hidden_size, "post_attention_layernorm"
     if shape.gemma is not None:
-        yield _norm(shape, f"{ours}.attention_result_norm.weight", f"{theirs}.{name}.weight", hidden)
-        yield _norm(shape, f"{ours}.mlp_result_norm.weight", f"{theirs}.post_feedforward_layernorm.weight", hidden)
+        yield norm_spec(shape, f"{ours}.attention_result_norm.weight", f"{theirs}.{name}.weight", hidden)
+        yield norm_spec(shape, f"{ours}.mlp_result_norm.weight", f"{theirs}.post_feedforward_layernorm.weight", hidden)
         name = "pre_feedforward_layernorm"
-    yield _norm(shape, f"{ours}.post_attention_norm.weight", f"{theirs}.{name}.weight", hidden)
+    yield norm_spec(shape, f"{ours}.post_attention_norm.weight", f"{theirs}.{name}.weight", hidden)
 
 
-def _norm(shape: ModelShape, parameter: str, name: str, size: int) -> WeightSpec:
-    """Returns the weight of a norm. Gemma and Qwen3-Next multiply by 1 + weight. For these families, the parameter is
-    the sum 1 + weight in float32.
+def norm_spec(shape: ModelShape, parameter: str, name: str, size: int) -> WeightSpec:
+    """Returns the weight of a norm.
+
+    Gemma, Qwen3-Next and Qwen3.5 multiply by 1 + weight. For these families, the parameter is the sum 1 + weight in
+    float32.
     """
     spec = _plain(parameter, name, size)
     return spec if not shape.adds_one_to_norms else replace(spec, offset=1.0, float32=True)

@@ -1,8 +1,8 @@
 """Reads draft heads of speculative decoding: EAGLE-3 heads from their own folders, MTP layers from the model's folder.
 
-The formats are those of the published checkpoints of EAGLE-3 (arXiv:2503.01840) and DeepSeek-V3 (arXiv:2412.19437).
-EAGLE-3 heads have three similar formats: that of the authors, that of SGLang and SpecForge, and that of the project
-``speculators``.
+The formats are those of the published checkpoints. MTP layers have the format of DeepSeek-V3 (arXiv:2412.19437), or
+that of Qwen3-Next and Qwen3.5. EAGLE-3 heads (arXiv:2503.01840) have three similar formats: that of the authors, that
+of SGLang and SpecForge, and that of the project ``speculators``.
 """
 
 from __future__ import annotations
@@ -39,6 +39,12 @@ three numbers that ``_usual_layers`` returns would be below 1, and no layer has 
 _UNSUPPORTED_OF_LAYER = ("tie_word_embeddings", "bias", "mlp_bias")
 _UNSUPPORTED_OF_HEAD = ("norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad")
 _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_MTP_NORM, _MTP_EMBEDDING = "mtp.norm.weight", "mtp.embed_tokens.weight"
+"""Names of tensors of Qwen's MTP layers. Every MTP layer has the norm, in every weight format."""
+_MTP_WEIGHT = "mtp.layers.0.self_attn.o_proj.weight"
+_MTP_SCALE = f"{_MTP_WEIGHT}_scale"
+"""A folder has the first tensor without the second one if the linear layers of Qwen's MTP layer are stored as floats.
+"""
 
 
 def read_eagle_head(raw: RawConfig, path: Path, shape: ModelShape, *, has_weights: bool) -> DraftModel:
@@ -72,20 +78,44 @@ def read_eagle_head(raw: RawConfig, path: Path, shape: ModelShape, *, has_weight
 def read_mtp_layer(raw: RawConfig, folder: Path | None, shape: ModelShape, *, has_weights: bool) -> DraftModel:
     """Returns the first MTP layer of the model in ``folder``, which has the sizes ``shape``.
 
-    ``has_weights`` is False if all weights are random. Raises ConfigError if the model has no MTP layer.
+    ``has_weights`` is False if all weights are random. Raises ConfigError if the model has no MTP layer that can be
+    loaded.
     """
-    if not shape.num_extra_layers:
+    is_hybrid = shape.delta is not None
+    if not is_hybrid and not shape.num_extra_layers:
         problem = "needs MTP layers, and config.json of the model states none (num_nextn_predict_layers); set auto"
         raise raw.error(_METHOD, MTP, problem)
     if folder is not None and find_gguf(folder) is not None:
         raise raw.error(_METHOD, MTP, "cannot be used with a GGUF file; use a Hugging Face folder, or set auto")
+    if is_hybrid and has_weights and folder is not None:
+        _check_mtp_tensors(raw, folder)
     experts = None if shape.experts is None else replace(shape.experts, dense_layers=())
-    own = replace(shape, num_layers=1, num_extra_layers=0, experts=experts, tie_word_embeddings=False)
+    own = replace(shape, num_layers=1, num_extra_layers=0, experts=experts, delta=None, tie_word_embeddings=False)
     layers = (shape.num_layers,)
     head = Head(MTP, layers, shape.hidden_size, shape.vocab_size, shares_output=shape.tie_word_embeddings)
-    if folder is None or not has_weights:
+    if folder is None or not has_weights or (is_hybrid and _has_float_mtp(folder)):
         return DraftModel(None if folder is None else str(folder), own, head=head)
     return DraftModel(str(folder), own, stored_weight_format(folder), stored_weight_group(folder), head=head)
+
+
+def _has_float_mtp(folder: Path) -> bool:
+    """Returns whether the MTP layer of a Qwen3-Next or Qwen3.5 is stored as floats, also in a quantized folder."""
+    return set(tensor_shapes(folder, (_MTP_WEIGHT, _MTP_SCALE))) == {_MTP_WEIGHT}
+
+
+def _check_mtp_tensors(raw: RawConfig, folder: Path) -> None:
+    """Raises ConfigError unless the folder of a Qwen3-Next or Qwen3.5 has an MTP layer that can be loaded.
+
+    Published configs of Qwen3-Next do not state whether there is one, so the names of the tensors decide.
+    """
+    found = tensor_shapes(folder, (_MTP_NORM, _MTP_EMBEDDING))
+    problem = ""
+    if _MTP_NORM not in found:
+        problem = f"needs an MTP layer, and the model's folder has no tensor {_MTP_NORM}; set auto"
+    elif _MTP_EMBEDDING in found:
+        problem = f"cannot be used with an MTP layer that has its own embedding ({_MTP_EMBEDDING}); set auto"
+    if problem:
+        raise raw.error(_METHOD, MTP, problem)
 
 
 def _has_plain_name(whole: TypedFields) -> bool:

@@ -227,7 +227,7 @@ class SpeculativeConfig:
         "to make decoding faster. `suffix`: from earlier tokens of the same request, and from its grammar, always. "
         "`draft`: from a second model (`speculative_config.model`), while they are expected to make decoding faster. "
         "`eagle`: as `draft`, from an EAGLE-3 head (`speculative_config.model`). `mtp`: as `draft`, from the MTP layer "
-        "of the model, which DeepSeek V3 has. `off`: no drafts.",
+        "of the model, which DeepSeek V3, Qwen3-Next and Qwen3.5 have. `off`: no drafts.",
         choices=("auto", "off", "suffix", "draft", "eagle", "mtp"),
     )
     model: str | None = own(

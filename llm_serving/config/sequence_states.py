@@ -2,8 +2,7 @@
 
 A layer with linear attention has a state for each sequence instead of keys and values. Swapping a sequence would lose
 its state, so preempted sequences are computed again instead. The prefix cache works with snapshots of states.
-Speculative decoding works, because the agent can undo changes of a state. But its methods ``eagle`` and ``mtp`` are
-refused.
+Speculative decoding works, because the agent can undo changes of a state.
 """
 
 from __future__ import annotations
@@ -12,30 +11,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from llm_serving.config.draft_model import EAGLE, MTP
 from llm_serving.config.source import RawConfig
 from llm_serving.model.shape import ModelShape
-
-_HEADS = {
-    EAGLE: "an EAGLE-3 head has not been run with the linear attention of {}",
-    MTP: "the MTP layer of {} (the tensors mtp.*) cannot be loaded yet",
-}
-"""For each method that needs a head, the reason why it is refused. ``{}`` stands for the model's architecture."""
 
 
 def for_states(
     raw: RawConfig, shape: ModelShape, sections: Mapping[str, Any]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Returns ``sections`` with settings that work for the model, and notes for the log about replaced settings.
-
-    Raises ConfigError for the methods ``eagle`` and ``mtp``, which are not supported with linear attention yet.
-    """
+    """Returns ``sections`` with settings that work for the model, and notes for the log about replaced settings."""
     if shape.delta is None:
         return dict(sections), ()
-    scheduler, method = sections["scheduler_config"], sections["speculative_config"].method
-    if method in _HEADS:
-        problem = f"{_HEADS[method].format(shape.architecture)}; use auto, draft or off"
-        raise raw.error("speculative_config.method", method, problem)
+    scheduler = sections["scheduler_config"]
     notes = []
     prefix_cache = scheduler.prefix_cache
     if scheduler.state_snapshots == 0:

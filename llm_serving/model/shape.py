@@ -91,8 +91,8 @@ class ModelShape:
     partial_rotary_dim: int = 0
     """Number of a head's elements that are rotated, from the first one on. 0: all."""
     num_extra_layers: int = 0
-    """Number of MTP layers (multi-token prediction) after the last layer of the checkpoint. Only speculative decoding
-    with the method ``mtp`` uses these layers."""
+    """Number of MTP layers (multi-token prediction) that DeepSeek's checkpoints have after the last layer. Only
+    speculative decoding with the method ``mtp`` uses these layers. 0 for other families."""
     vision: VisionShape | None = None
     """The vision encoder. None for a model that reads only text."""
     rotary_sections: tuple[int, ...] = ()
@@ -127,13 +127,15 @@ class ModelShape:
     @property
     def adds_one_to_norms(self) -> bool:
         """True if the norms multiply by 1 + the stored weight, in float32."""
-        return self.gemma is not None or self.delta is not None
+        return self.gemma is not None or FAMILIES[self.architecture].hybrid
 
     @property
     def gated_attention(self) -> bool:
-        """True if the result of full attention is multiplied by the sigmoid of a gate, which the query layer
-        computes."""
-        return self.delta is not None
+        """True if the result of full attention is multiplied by the sigmoid of a gate, which the query layer computes.
+
+        Also true for the MTP layer of a hybrid, which has no linear attention (``delta`` is None).
+        """
+        return FAMILIES[self.architecture].hybrid
 
     def has_cache(self, layer: int) -> bool:
         """Returns whether a layer has a KV cache. A layer with linear attention has a state for each sequence."""

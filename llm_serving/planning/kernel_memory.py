@@ -144,8 +144,9 @@ def _fused_replay_bytes(config: Config, shape: ModelShape) -> int:
         row += shape.hidden_size + (2 * shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim
     if shape.latent is not None:
         row += shape.latent.query_rank + shape.latent.cache_dim + shape.intermediate_size
-    if shape.delta is not None:
+    if shape.gated_attention:
         row += shape.hidden_size + (3 * shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim
+    if shape.delta is not None:
         row += shape.delta.projected + shape.delta.values
     layers = (1 + shape.num_layers) * RECORDED_FUSED_LAYER_BYTES
     return layers + config.max_num_batched_tokens * row * config.dtype_bytes

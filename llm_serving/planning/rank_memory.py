@@ -311,8 +311,10 @@ def activation_bytes(config: Config, shape: ModelShape) -> int:
     attention = (query + 2 * key_value) + 2 * query
     if shape.latent is not None:
         attention = _latent_elements(shape, shape.latent)
+    if shape.gated_attention:
+        attention += 2 * query
     if shape.delta is not None:
-        attention = max(attention + 2 * query, shape.delta.projected + shape.delta.values)
+        attention = max(attention, shape.delta.projected + shape.delta.values)
     per_token = 2 * shape.hidden_size + attention + 3 * shape.intermediate_size
     if config.op_table == "native" and shape.sliding_window:
         # A sliding window needs a mask. With sinks, the mask has one byte for each position. Without sinks, it has one

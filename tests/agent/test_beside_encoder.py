@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ import pytest
 from safetensors import deserialize
 from safetensors.numpy import load_file
 
+from agent.models.head_names import mtp_specs
 from agent.models.names import ignorable_suffixes, weight_specs
 from agent.weights import load_weights, open_weights
 from agent.weights.storage import Array
+from llm_serving.config import load_config
 from llm_serving.errors import CheckpointError
 from llm_serving.model.shape import ModelShape
 from performance.models.folders import write_model, write_safetensors
+from performance.models.heads import mtp_variant, write_mtp_model
 from performance.models.variants import FAMILY_VARIANTS, Variant
 from support.forked_programs import run_forked
 from support.golden_files import golden_of
@@ -36,6 +40,7 @@ EXTRA = {IMAGE_TENSOR: np.zeros((6, 2), np.float32), "mtp.fc.weight": np.zeros(3
 GEMMA_EXTRA = {IMAGE_TENSORS["gemma3"]: np.zeros(2, np.float32),
                "multi_modal_projector.mm_soft_emb_norm.weight": np.zeros(3, np.float32)}  # fmt: skip
 EXPERT_EXTRA = {"mtp.layers.0.mlp.experts.gate_up_proj": np.zeros((8, 128, 64), np.float32)}
+EXTRA_NAMES = {*EXTRA, *EXPERT_EXTRA}
 
 
 def weights(folder: Path) -> dict[str, Array]:
@@ -87,19 +92,69 @@ def test_the_text_model_is_the_same_beside_an_encoder(tmp_path: Path, model: str
         open_weights(both, weight_specs(shape), seed=None)
 
 
-def test_experts_may_have_tensors_of_their_own(tmp_path: Path) -> None:
-    """Quantized folders of Qwen3.5 name each expert's tensors. Folders of floats have one tensor of all experts."""
-    write_model(FLOATS["qwen3_5_moe"], tmp_path)
-    joined, stored = weights(tmp_path), {}
-    for name, values in load_file(tmp_path / "model.safetensors").items():
+@pytest.mark.parametrize("model", ["qwen3_5", "qwen3_5_moe"])
+def test_the_mtp_layer_is_the_same_beside_an_encoder(tmp_path: Path, model: str) -> None:
+    """Its tensors have no other names there, but the embedding has, which may also be the output layer.
+
+    Some published folders have a tensor for each expert of the MTP layer, and one for all experts of other layers.
+    """
+    text, both = tmp_path / "text", tmp_path / "both"
+    variant = replace(mtp_variant(model), dtype="float32")
+    write_mtp_model(text, variant)
+    stored = {name: each for file in text.glob("*.safetensors") for name, each in load_file(file).items()}
+    own = {name: each for name, each in stored.items() if name.startswith("mtp.")}
+    (text / "model.safetensors.index.json").unlink()
+    for file in text.glob("*.safetensors"):
+        file.unlink()
+    write_safetensors(text / "model.safetensors", {name: each for name, each in stored.items() if name not in own})
+    write_beside_encoder(text, both)
+    shutil.copy(text / "tokenizer.json", both)
+    write_safetensors(text / "model.safetensors", stored)
+    beside = {name: each for name, each in load_file(both / "model.safetensors").items() if name not in EXTRA_NAMES}
+    write_safetensors(both / "model.safetensors", beside | separate_experts(own))
+    alone, found = head_weights(text), head_weights(both)
+    assert alone.keys() == found.keys()
+    for name, values in alone.items():
+        np.testing.assert_array_equal(found[name], values, name)
+    tied = variant.config["tie_word_embeddings"]
+    output = stored["model.embed_tokens.weight" if tied else "lm_head.weight"]
+    np.testing.assert_array_equal(found["lm_head.weight"], output)
+    np.testing.assert_array_equal(found["norm.weight"], 1 + own["mtp.norm.weight"])
+
+
+def head_weights(folder: Path) -> dict[str, Array]:
+    """Returns the weights of the MTP layer in a folder."""
+    given = [f"model_config.model_path={folder}", "speculative_config.method=mtp"]
+    draft = load_config("llama_tiny_cpu.yaml", given, ascend=False).draft
+    assert draft is not None
+    assert draft.head is not None
+    specs = mtp_specs(draft.shape, draft.head)
+    source = open_weights(folder, specs, seed=None, ignorable=("",))
+    try:
+        return load_weights(specs, source, "float32", lambda done, of: None)
+    finally:
+        source.close()
+
+
+def separate_experts(tensors: dict[str, Array]) -> dict[str, Array]:
+    """Returns ``tensors`` with a tensor for each expert instead of one for all experts."""
+    found = {}
+    for name, values in tensors.items():
         if ".experts." not in name:
-            stored[name] = values
+            found[name] = values
             continue
         place, _, matrix = name.rpartition(".")
         for index, matrices in enumerate(values):
             halves = np.split(matrices, 2) if matrix == "gate_up_proj" else [matrices]
             names = ("gate_proj", "up_proj") if matrix == "gate_up_proj" else ("down_proj",)
-            stored |= {f"{place}.{index}.{each}.weight": half for each, half in zip(names, halves, strict=True)}
+            found |= {f"{place}.{index}.{each}.weight": half for each, half in zip(names, halves, strict=True)}
+    return found
+
+
+def test_experts_may_have_tensors_of_their_own(tmp_path: Path) -> None:
+    """Quantized folders of Qwen3.5 name each expert's tensors. Folders of floats have one tensor of all experts."""
+    write_model(FLOATS["qwen3_5_moe"], tmp_path)
+    joined, stored = weights(tmp_path), separate_experts(load_file(tmp_path / "model.safetensors"))
     write_safetensors(tmp_path / "model.safetensors", stored)
     separate = weights(tmp_path)
     assert joined.keys() == separate.keys()

@@ -15,6 +15,7 @@ from support.json_program import printed_json
 from support.sweeps import with_sweeps
 
 PROGRAM = Path(__file__).with_name("heads_program.py")
+SWEPT = (("mtp_qwen3_5", "float32"), ("mtp_qwen3_5_moe", "float32"), ("eagle_hybrid", "float32"))
 LEAST_EQUAL = 0.9
 """Minimum fraction of the first guesses that are the oracle's, in bfloat16."""
 
@@ -24,13 +25,18 @@ LEAST_EQUAL = 0.9
     with_sweeps(
         [
             ("mtp", "float32", "fused"),
+            ("mtp_qwen3_next", "float32", "fused"),
+            ("mtp_qwen3_5", "float32", "fused"),
+            ("mtp_qwen3_5_moe", "float32", "fused"),
+            ("mtp_qwen3_5", "bfloat16", "fused"),
             ("eagle", "float32", "fused"),
+            ("eagle_hybrid", "float32", "fused"),
             ("speculators", "float32", "fused"),
             ("mtp", "bfloat16", "native"),
             ("eagle", "bfloat16", "native"),
             ("speculators", "bfloat16", "native"),
         ],
-        lambda method, dtype, op_table: op_table == "native",
+        lambda method, dtype, op_table: op_table == "native" or (method, dtype) in SWEPT,
     ),
 )
 def test_drafts_are_the_oracles_guesses(method: str, dtype: str, op_table: str, tmp_path: Path) -> None:

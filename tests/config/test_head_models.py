@@ -17,7 +17,13 @@ from llm_serving.config.draft_config import draft_config
 from llm_serving.errors import CheckpointError, ConfigError
 from llm_serving.planning.machine import Machine
 from llm_serving.planning.memory_plan import GIB, estimate_memory
-from performance.models.heads import eagle_config, eagle_variant, mtp_variant, speculators_config
+from performance.models.heads import (
+    eagle_config,
+    eagle_variant,
+    hybrid_eagle_variant,
+    mtp_variant,
+    speculators_config,
+)
 from performance.models.variants import FAMILY_VARIANTS
 from support.model_folders import write_model_folder
 
@@ -155,6 +161,88 @@ def test_an_mtp_layer_takes_the_last_hidden_state_and_has_experts(tmp_path: Path
     assert own.shape.has_experts(0)
     assert not config.shape.has_experts(0)
     assert (own.shape.num_layers, own.shape.latent) == (1, config.shape.latent)
+
+
+def write_hybrid(folder: Path, name: str, *tensors: str) -> Path:
+    """Writes the config of a small model with linear attention, and a file with these tensors. Returns the folder."""
+    write_model_folder(folder, **mtp_variant(name).config_json())
+    save_file({each: np.zeros(64, np.float32) for each in tensors}, folder / "model.safetensors")
+    return folder
+
+
+def load_hybrid(folder: Path, *overrides: str) -> Config:
+    given = [f"model_config.model_path={folder}", "speculative_config.method=mtp", *overrides]
+    return load_config("llama_tiny_cpu.yaml", given, ascend=False)
+
+
+def test_the_mtp_layer_of_a_hybrid_has_full_attention_and_no_states(tmp_path: Path) -> None:
+    """The first layers of the model have linear attention, and its second layer has no experts."""
+    config = load_hybrid(write_hybrid(tmp_path, "qwen3_next", "mtp.norm.weight"))
+    own = draft_config(config)
+    shape = own.shape
+    assert config.tapped_layers == (4,)
+    assert (shape.num_layers, shape.num_cache_layers, shape.state_bytes(4), shape.delta) == (1, 1, 0, None)
+    assert (shape.gated_attention, shape.query_key_norm, shape.norm_dtype) == (True, True, "float32")
+    assert (shape.rotary_dim, shape.has_experts(0), shape.experts and shape.experts.shared_size) == (16, True, 96)
+    assert not own.slot_limits().has_states
+    assert config.slot_limits().has_states
+    assert Config.from_json(config.to_json()) == config
+
+
+def test_the_plan_counts_the_mtp_layer_of_a_hybrid(tmp_path: Path) -> None:
+    plan = estimate_memory(load_hybrid(write_hybrid(tmp_path, "qwen3_5", "mtp.norm.weight")), PLENTY)
+    hidden, inner, query, key = 64, 160, 4 * 32, 2 * 32
+    attention = hidden * (2 * query + 2 * key) + query * hidden
+    linear = 2 * hidden * hidden + attention + 3 * hidden * inner + 419 * hidden
+    assert plan.bytes_of("draft model: weights") == 4 * (linear + 5 * hidden + 2 * 32)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (("model.norm.weight",), "needs an MTP layer, and the model's folder has no tensor mtp.norm.weight; set auto"),
+        (
+            ("mtp.norm.weight", "mtp.embed_tokens.weight"),
+            "cannot be used with an MTP layer that has its own embedding (mtp.embed_tokens.weight); set auto",
+        ),
+    ],
+)
+def test_a_hybrid_without_a_usable_mtp_layer_is_refused(tensors: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    folder = write_hybrid(tmp_path, "qwen3_next", *tensors)
+    with pytest.raises(ConfigError) as caught:
+        load_hybrid(folder)
+    assert message in str(caught.value)
+    config = load_hybrid(folder, "model_config.load_format=dummy")
+    assert config.draft is not None, "random weights need no tensors"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "stored"),
+    [
+        (("o_proj.weight",), (None, 1)),
+        (("o_proj.weight", "o_proj.weight_scale"), ("int4", 32)),
+        (("o_proj.qweight",), ("int4", 32)),
+    ],
+)
+def test_the_mtp_layer_of_a_quantized_hybrid_may_be_floats(
+    tensors: tuple[str, ...], stored: tuple[str | None, int], tmp_path: Path
+) -> None:
+    names = [f"mtp.layers.0.self_attn.{each}" for each in tensors]
+    folder = write_hybrid(tmp_path, "qwen3_5", "mtp.norm.weight", *names)
+    stated = json.loads((folder / "config.json").read_text())
+    stated["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
+    (folder / "config.json").write_text(json.dumps(stated))
+    config = load_hybrid(folder)
+    assert config.draft is not None
+    assert (config.draft.stored_weight_format, config.draft.stored_weight_group) == stored
+    assert (config.stored_weight_format, config.stored_weight_group) == ("int4", 32)
+
+
+def test_an_eagle_head_of_a_hybrid_is_a_llama_layer(tmp_path: Path) -> None:
+    config = load(tmp_path, "eagle", head=eagle_config(hybrid_eagle_variant().config), **hybrid_eagle_variant().config)
+    own = draft_config(config).shape
+    assert config.tapped_layers == (2, 4, 5)
+    assert (own.architecture, own.delta, own.gated_attention, own.norm_dtype) == ("LlamaForCausalLM", None, False, None)
 
 
 def test_the_plan_counts_a_head(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from performance.models.folders import write_model
 from performance.models.heads import (
     eagle_config,
     eagle_variant,
+    hybrid_eagle_variant,
     mtp_variant,
     write_eagle_head,
     write_mtp_model,
@@ -32,23 +33,40 @@ from support.small_configs import TINY_LLAMA, write_json
 
 Floats = npt.NDArray[np.float32]
 STEP = 7
+MTP = {
+    "mtp": "deepseek_v3",
+    "mtp_qwen3_next": "qwen3_next",
+    "mtp_qwen3_5": "qwen3_5",
+    "mtp_qwen3_5_moe": "qwen3_5_moe",
+}
+"""The kinds of models with MTP layers, and the variants of these models."""
+_OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")
+"""Endings of the names of the last linear layers of attention and of MLPs."""
 _SHARP = 100.0
 """The size of queries and keys. With this size, a token attends only to itself."""
 
 
 def write_heads(method: str, folder: Path, *, counting: bool = False) -> tuple[Path, Path | None]:
-    """Writes the model for a method, and its head. Returns both folders; an MTP layer is in the model's folder.
+    """Writes a model and its head. Returns both folders; an MTP layer is in the model's folder.
 
-    ``method`` is ``mtp``, ``eagle``, or ``speculators`` for an EAGLE-3 head in the format of ``speculators``.
+    ``method`` is the kind of the head: a key of ``MTP``, or ``eagle``. ``speculators`` is an EAGLE-3 head in the format
+    of ``speculators``. ``eagle_hybrid`` is one for a model with linear attention.
     """
     model, head = folder / "model", folder / "head"
-    if method == "mtp":
-        write_mtp_model(model, replace(mtp_variant(), dtype="float32") if counting else mtp_variant())
+    variant = eagle_variant()
+    if method in MTP:
+        variant = mtp_variant(MTP[method])
+    elif method == "eagle_hybrid":
+        variant = hybrid_eagle_variant()
+    if counting:
+        variant = replace(variant, dtype="float32", config={**variant.config, "tie_word_embeddings": False})
+    if method in MTP:
+        write_mtp_model(model, variant)
         if counting:
             _make_mtp_count(model)
         return model, None
-    write_model(eagle_variant(), model)
-    (write_speculators_head if method == "speculators" else write_eagle_head)(head, eagle_variant())
+    write_model(variant, model)
+    (write_speculators_head if method == "speculators" else write_eagle_head)(head, variant)
     if counting:
         embedding, output = _make_count(model / "model.safetensors")
         write_copying_head(head, model, embedding, output)
@@ -116,10 +134,12 @@ def _make_count(path: Path) -> tuple[Floats, Floats]:
     embedding = np.random.default_rng(3).standard_normal((vocab, hidden)).astype(np.float32)
     embedding *= hidden**0.5 / np.linalg.norm(embedding, axis=1, keepdims=True)  # as long as normalised states
     output = np.roll(embedding, STEP, axis=0)
+    adds_one = any("linear_attn" in name for name in tensors)  # norms of Qwen's hybrids multiply by 1 + weight
+    norm = np.full(hidden, 0 if adds_one else 1, np.float32)
     for name in tensors:
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(_OUTPUTS):
             tensors[name] = np.zeros_like(tensors[name])
-    tensors |= {"model.embed_tokens.weight": embedding, "model.norm.weight": np.ones(hidden, np.float32)}
+    tensors |= {"model.embed_tokens.weight": embedding, "model.norm.weight": norm}
     save_file(tensors | {"lm_head.weight": output}, path)
     return embedding, output
 
@@ -130,11 +150,13 @@ def _make_mtp_count(folder: Path) -> None:
     tensors: Mapping[str, Floats] = load_file(path)
     changed = dict(tensors)
     for name, tensor in tensors.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(_OUTPUTS):
             changed[name] = np.zeros_like(tensor)
         elif name.endswith(("enorm.weight", "shared_head.norm.weight")):
             changed[name] = np.ones_like(tensor)
-        elif name.endswith("eh_proj.weight"):
+        elif name in ("mtp.pre_fc_norm_embedding.weight", "mtp.norm.weight"):
+            changed[name] = np.zeros_like(tensor)
+        elif name.endswith(("eh_proj.weight", "mtp.fc.weight")):
             hidden = tensor.shape[0]
             changed[name] = np.concatenate([np.eye(hidden), np.zeros((hidden, hidden))], axis=1).astype(np.float32)
     save_file(changed, path)
