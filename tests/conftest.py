@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from support.case_samples import check_names, check_sample, read_intervals, repetitions_of, select_cases
+from support.parallel_workers import FewReports, IndexedNames, import_early
 from support.time_limits import time_limit
 
 HEAVY = (
@@ -198,6 +199,8 @@ OCCURRENCES = 3
 
 EARLY_FORK_SERVERS = {"gw1": "support.agent_preload", "gw2": "support.server_preload"}
 """The modules of the fork servers that a process starts while it waits for the first one to collect the tests."""
+EARLY_IMPORTS = "gw3"
+"""The process that imports the test files from the last one, while the first one collects them from the first one."""
 
 # MindSpore contains protobuf messages that only protobuf's Python implementation accepts. MindSpore chooses this
 # implementation when it is imported, which is too late if a test of the traces has imported protobuf before.
@@ -248,16 +251,19 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # otherwise xdist starts the files with the most tests first
+    if hasattr(config, "workerinput"):  # a process of pytest-xdist
+        config.pluginmanager.register(FewReports())
     gc.disable()  # until all tests are collected, because they are a million objects without garbage
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection() -> None:
+def pytest_collection(session: pytest.Session) -> None:
     """In a new clone, waits until the first process has collected all tests.
 
     The collection compiles each test file, which takes twice as long as the rest of it. The other processes then find
     the compiled files. Otherwise all processes would compile all files at the same time. Meanwhile, two of the waiting
-    processes start the fork servers that most tests of servers and agents use.
+    processes start the fork servers that most tests of servers and agents use. Another one compiles the last test
+    files, before the first process comes to them.
     """
     worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
     if worker == "gw0" or os.environ["LLM_TESTS_COMPILED"] == "1":
@@ -267,6 +273,10 @@ def pytest_collection() -> None:
             from support.forks import fork_server  # tests of the kernels alone run without its packages
 
             fork_server(EARLY_FORK_SERVERS[worker])
+    folder = Path(__file__).resolve().parent
+    runs_all = [Path(each).resolve() for each in session.config.args] == [folder]
+    if worker == EARLY_IMPORTS and runs_all and not _collected().exists():
+        import_early(session.config, folder)
     until = time.monotonic() + time_limit(60.0)
     while not _collected().exists() and time.monotonic() < until:
         time.sleep(0.1)
@@ -317,6 +327,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return nodeid.partition("::")[0]
+
+        def add_node_collection(self, node: Any, collection: Sequence[str]) -> None:
+            super().add_node_collection(node, collection)
+            if node in self.registered_collections:  # otherwise it is not the collection of the other processes
+                self.registered_collections[node] = IndexedNames(collection)
 
     return ByFile(config, log)
 

@@ -129,7 +129,7 @@ def test_a_fork_server_removes_the_zombie_of_a_process_that_nobody_waits_for(add
         time.sleep(0.01)
 
 
-def test_a_run_goes_on_without_an_early_fork_server(pytestconfig, monkeypatch):
+def test_a_run_goes_on_without_an_early_fork_server(request, pytestconfig, monkeypatch):
     conftest = pytestconfig.pluginmanager.get_plugin(str(REPOSITORY / "tests/conftest.py"))
     tried = []
 
@@ -141,5 +141,5 @@ def test_a_run_goes_on_without_an_early_fork_server(pytestconfig, monkeypatch):
     monkeypatch.setenv("LLM_TESTS_COMPILED", "0")
     for worker in conftest.EARLY_FORK_SERVERS:
         monkeypatch.setenv("PYTEST_XDIST_WORKER", worker)
-        conftest.pytest_collection()  # does not wait, because this process has collected the tests
+        conftest.pytest_collection(request.session)  # does not wait, because this process has collected the tests
     assert tried == list(conftest.EARLY_FORK_SERVERS.values())
