@@ -334,7 +334,11 @@ class FakeDevice:
             self._compute_state(slot, index, row, tokens)
         if not slot.do_sample[index]:
             return Sample(-1, 0.0, 0.0)
-        context = [self.cache[table[p // size] * size + p % size] for p in range(start + len(tokens))]
+        length = start + len(tokens)
+        context: list[int] = []
+        for block in table[: -(-length // size)]:
+            context += self.cache[block * size : (block + 1) * size]
+        del context[length:]
         if self.snapshots and row.state != context:
             context = self._memory(len(context))[: len(context)]
         sampling, num_prompt_tokens = slot.samplings[index], slot.prompt_lens[index]

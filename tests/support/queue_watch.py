@@ -25,8 +25,9 @@ class QueueWatch:
         self._started: set[str] = set()
         self._service: dict[int, Counter[str]] = {}
         """The service that each priority and tenant has received."""
-        self._service_before: dict[str, Counter[str]] = {}
-        """For each waiting request: the service that the tenants of its priority had received when the request arrived.
+        self._service_before: dict[int, dict[str, dict[str, Counter[str]]]] = {}
+        """For each waiting request, by priority, tenant and id: the service that the tenants of its priority had
+        received when the request arrived.
         """
         self._starts_left: dict[str, int] = {}
         """For each waiting request that is late for its objective: how many other requests may still start before it.
@@ -36,7 +37,7 @@ class QueueWatch:
 
     def arrived(self, request: Request, now: float) -> None:
         self._waiting[request.request_id] = request
-        self._service_before[request.request_id] = self._services(request.priority).copy()
+        self._before(request)[request.request_id] = self._services(request.priority).copy()
 
     def ended(self, request: Request) -> None:
         self._forget(request.request_id)
@@ -59,14 +60,18 @@ class QueueWatch:
         self._charge(request, OUTPUT_WEIGHT)
 
     def _forget(self, name: str) -> None:
-        self._waiting.pop(name, None)
-        self._service_before.pop(name, None)
+        if (request := self._waiting.pop(name, None)) is not None:
+            del self._before(request)[name]
         self._starts_left.pop(name, None)
 
     def _drop_finished(self) -> None:
         """Forgets requests that the scheduler has ended because of their deadline."""
         for name in [name for name, request in self._waiting.items() if request.is_finished]:
             self._forget(name)
+
+    def _before(self, request: Request) -> dict[str, Counter[str]]:
+        """Returns ``_service_before`` of the waiting requests with the priority and the tenant of ``request``."""
+        return self._service_before.setdefault(request.priority, {}).setdefault(self._tenant(request), {})
 
     def _services(self, priority: int) -> Counter[str]:
         return self._service.setdefault(priority, Counter())
@@ -120,9 +125,7 @@ class QueueWatch:
         if self._limits.policy is Policy.SLO:
             # Policy ``slo`` has no fairness bound, because late requests follow all others; see _check_late_share.
             return
-        for name, before in self._service_before.items():
-            waiting = self._waiting[name]
-            own = self._tenant(waiting)
-            if waiting.priority == request.priority and own != tenant:
+        for own, waiting in self._service_before.get(request.priority, {}).items():
+            for name, before in waiting.items() if own != tenant else ():
                 ahead = services[tenant] - before[tenant] - (services[own] - before[own])
                 assert ahead <= self._fair_bound, f"{tenant!r} got {ahead} more than {own!r} while {name} waits"
