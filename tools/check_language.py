@@ -19,7 +19,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+if sys.version_info >= (3, 11):
+    from re import _parser  # type: ignore[attr-defined]
+else:
+    import sre_parse as _parser
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("llm_serving", "agent", "performance", "tools", "tests")
@@ -104,7 +109,33 @@ REJECTED = [
     Rejected(r"\bas (it|they) (is|are|may|might|can) (be|it|they|beside)\b", "name the number or the state"),
 ]
 _WORD = re.compile(r"\S*\w\S*")
-_REJECTED = [(re.compile(rejected.pattern, re.IGNORECASE), rejected) for rejected in REJECTED]
+
+
+def _necessary_parts(items: Iterable[Any]) -> tuple[str, ...]:
+    """Returns texts in lower case, of which every match contains one, or no texts if none are known.
+
+    ``items`` is a parsed regular expression. The search for these texts takes a tenth of the time of the expression.
+    """
+    found: list[tuple[str, ...]] = [()]
+    letters = ""
+    for name, argument in [*items, ("END", None)]:
+        if str(name) == "LITERAL":
+            letters += chr(argument).lower()
+            continue
+        found.append((letters,) if letters else ())
+        letters = ""
+        if str(name) == "SUBPATTERN":
+            found.append(_necessary_parts(argument[-1]))
+        elif str(name) == "BRANCH":
+            branches = [_necessary_parts(branch) for branch in argument[1]]
+            found.append(tuple({part for parts in branches for part in parts}) if all(branches) else ())
+    return max(found, key=lambda parts: min(map(len, parts), default=0))
+
+
+_REJECTED = [
+    (re.compile(rejected.pattern, re.IGNORECASE), _necessary_parts(_parser.parse(rejected.pattern)) or ("",), rejected)
+    for rejected in REJECTED
+]
 
 
 @dataclass(frozen=True)
@@ -123,7 +154,14 @@ class Sentence:
     def rejected(self) -> list[Rejected]:
         """The rejected phrases in this sentence. Code spans are names and may contain any word."""
         text = _SPAN.sub("`code`", self.text)
-        return [rejected for pattern, rejected in _REJECTED if pattern.search(text)]
+        letters = text.lower()
+        found = []
+        for pattern, parts, rejected in _REJECTED:
+            for part in parts:
+                if part in letters:
+                    found += [rejected] if pattern.search(text) else []
+                    break
+        return found
 
 
 Line = tuple[int, str]
