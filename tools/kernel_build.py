@@ -88,7 +88,10 @@ of its set. portable.cc needs no flags.
 """
 PORTABLE = "portable"
 PARTS = ("general", "floats", "bfloats", "bytes")
-"""The parts of the kernels. Each part of a set is an object file (agent/kernels/arch/part.h)."""
+"""The parts of the kernels. Each part of a set is an object file (agent/kernels/arch/part.h).
+
+The first part takes the shortest time to compile.
+"""
 SHARED_PARTS = {
     "avx2_vnni": {"general": "avx2", "floats": "avx2", "bfloats": "avx2"},
     "avx512_vnni": {"general": "avx512", "floats": "avx512", "bfloats": "avx512"},
@@ -105,7 +108,10 @@ The code of portable.cc need not be fast: it runs only on processors without the
 arithmetic.cc is as fast as with -O3.
 """
 SLOW_FILES = (*reversed(INSTRUCTION_SETS), PORTABLE, "arithmetic")
-"""The files that take longest to compile. They are compiled first, so that no processor is idle at the end."""
+"""The files that take longest to compile. They are compiled first, so that no processor is idle at the end.
+
+The shortest part of each set comes after the other parts.
+"""
 
 
 def provider(name: str, part: str) -> str:
@@ -365,7 +371,12 @@ def _compile_all(compiler: Compiler, units: list[Unit], quiet: bool) -> None:
     After an exception, for example a KeyboardInterrupt, no compiler runs any longer.
     """
     ranks = {name: rank for rank, name in enumerate(SLOW_FILES)}
-    ordered = sorted(units, key=lambda unit: ranks.get(unit.source.stem, len(ranks)))
+
+    def rank(unit: Unit) -> tuple[bool, bool, int]:
+        name, is_shortest_part = unit.source.stem, unit.output.stem.endswith(f"_{PARTS[0]}")
+        return name not in ranks, is_shortest_part, ranks.get(name, 0)
+
+    ordered = sorted(units, key=rank)
     with _late_signals() as raise_if_signalled, ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
             names = {pool.submit(compiler.compile, *unit): unit.output.name for unit in ordered}
