@@ -35,8 +35,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     its agent.
 
     Its agent has a computing thread for each core, as agents of users have. Other agents of the tests have one thread.
-    The server is forked from a process that has imported its modules. test_isolation.py, test_life_and_death.py and
-    test_power.py start servers as users do.
+    The server is forked from a process that has imported its modules. test_isolation.py and test_life_and_death.py
+    start servers as users do.
     """
     settings = [*ROOMY, "model_config.cpu_threads=0"]
     with running_server(tmp_path_factory.mktemp("server"), settings) as running:

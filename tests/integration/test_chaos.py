@@ -20,7 +20,7 @@ from support.chaos_ledger import POOL_THREADS, Holdings, Ledger, MemoryWatch
 from support.chaos_load import REQUESTS, Answer, ChaosLoad
 from support.fault_environment import fault_environment
 from support.fault_module.sitecustomize import damaged
-from support.server_process import ONE_THREAD, running_server
+from support.server_process import running_server
 from support.small_configs import REPOSITORY
 from support.time_limits import time_limit
 
@@ -35,11 +35,8 @@ def test_faults_change_no_text_and_leak_nothing(shallow_model, tmp_path):
     orders = tmp_path / "orders"
     orders.mkdir()
     # Agents read fault orders from a folder and remove them, which confinement would not permit.
-    settings = ["serving_config.confine_agents=off", f"model_config.model_path={shallow_model}", *ONE_THREAD]
-    with (
-        fault_environment(CHAOS_FOLDER=str(orders)),
-        running_server(tmp_path / "server", settings, forks=False) as server,
-    ):
+    settings = ["serving_config.confine_agents=off", f"model_config.model_path={shallow_model}"]
+    with fault_environment(CHAOS_FOLDER=str(orders)), running_server(tmp_path / "server", settings) as server:
         load = ChaosLoad(server.url, seed=1, num_clients=2)
         with load:
             rig = FaultRig(server, orders, load)

@@ -26,7 +26,7 @@ def mapped_segments(pid: int) -> set[str]:
 
 def test_a_server_shares_nothing_with_an_agent_of_a_killed_server(tmp_path, record_property):
     (tmp_path / "old").mkdir()
-    old = ServerProcess(tmp_path / "old", forks=False).wait_ready()
+    old = ServerProcess(tmp_path / "old").wait_ready()
     expected = old.post("/v1/completions", QUESTION)["choices"]
     [agent] = old.agents()
     os.kill(agent.pid, signal.SIGSTOP)  # the stopped agent does not notice that its server has ended
@@ -36,7 +36,7 @@ def test_a_server_shares_nothing_with_an_agent_of_a_killed_server(tmp_path, reco
     old._process.wait()
     try:
         port = old.url.rsplit(":", 1)[1]
-        with running_server(tmp_path / "new", [f"serving_config.server_port={port}"], forks=False) as new:
+        with running_server(tmp_path / "new", [f"serving_config.server_port={port}"]) as new:
             assert new.post("/v1/completions", QUESTION)["choices"] == expected
             held = mapped_segments(agent.pid)
             assert held, "the old agent maps the memory of its server"

@@ -18,7 +18,7 @@ def quiet(tmp_path_factory):
     # Prompts wait 2 s for further prompts. Even on a busy machine, a request needs less time from the client to the
     # queue.
     settings = ["power.mode=quiet", "power.batch_wait_ms=2000", "power.report_interval_s=0.2"]
-    with running_server(tmp_path_factory.mktemp("quiet"), settings, forks=False) as started:
+    with running_server(tmp_path_factory.mktemp("quiet"), settings) as started:
         yield started
 
 

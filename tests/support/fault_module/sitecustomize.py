@@ -158,6 +158,9 @@ def _install() -> None:
     elif plant == "corruption":
         patches["agent.server"] = _plant_corruption
     sys.meta_path.insert(0, _PatchingFinder(patches))
+    for name, patch in patches.items():
+        if name in sys.modules:  # in a forked process
+            patch(sys.modules[name])
 
 
 if os.environ.get("CHAOS_FOLDER"):
