@@ -10,7 +10,7 @@ from llm_serving.sampling_params import SamplingParams
 KINDS = ("llama2", "sentencepiece", "no_prefix", "byte_level", "tiny_llama")
 TEXTS = ("hello the fox", "größer naïve", "你好，世界", "🙂👩‍👩‍👧 ok", "  two  spaces ", "\n\tline\n", "a\u0000b")
 
-fast = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fast = settings(max_examples=75, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 any_ids = st.lists(st.one_of(st.integers(0, 420), st.integers(0, 5000)), max_size=40)
 any_text = st.text(st.characters(exclude_categories=("Cs",)), max_size=30)
 
@@ -121,7 +121,7 @@ letters = st.text("ab", max_size=25)
 
 
 @given(text=letters, stops=st.lists(letters.filter(bool).map(lambda s: s[:5]), min_size=1, max_size=4), data=st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_stop_strings_match_as_soon_as_they_are_complete_and_never_leak(text, stops, data):
     matcher = StopMatcher(stops)
     out, position = "", 0

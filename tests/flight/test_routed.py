@@ -69,8 +69,9 @@ def record_routed(
 )
 def test_the_recording_of_each_replica_replays(tmp_path: Path, policy: Policy, prefix_cache: bool) -> None:
     routed = record_routed(
-        tmp_path, 5, policy=policy, prefix_cache=prefix_cache, preemption=PreemptionKind.SWAP, num_host_blocks=16
-    )
+        tmp_path, 5, count=100, policy=policy, prefix_cache=prefix_cache, preemption=PreemptionKind.SWAP,
+        num_host_blocks=16,
+    )  # fmt: skip
     assert routed.seen["requests that lost their replica"]
     came_with_output = went = 0
     for index in range(3):

@@ -155,7 +155,7 @@ def think(server: ServerProcess, budget: int, **more: Any) -> dict[str, Any]:
 
 
 def test_a_budget_ends_the_reasoning(thinking: ServerProcess) -> None:
-    alone = [think(thinking, budget) for budget in range(0, 32, 4)]
+    alone = [think(thinking, budget, max_tokens=70) for budget in range(0, 32, 4)]
     used = [one["usage"]["completion_tokens_details"]["reasoning_tokens"] for one in alone]
     marker = used[0]
     assert 0 < marker < 10
@@ -163,7 +163,7 @@ def test_a_budget_ends_the_reasoning(thinking: ServerProcess) -> None:
     assert max(used) > 20, "the model reasons as long as it may"
     assert sum(bool(one["choice"]["message"]["content"]) for one in alone) >= 4, "most choices have content"
     with ThreadPoolExecutor(len(alone)) as pool:
-        assert list(pool.map(lambda budget: think(thinking, budget), range(0, 32, 4))) == alone
+        assert list(pool.map(lambda budget: think(thinking, budget, max_tokens=70), range(0, 32, 4))) == alone
 
 
 @pytest.mark.parametrize("budget", [0, 9])
@@ -191,8 +191,8 @@ def test_drafts_change_no_reasoning(thinking_model: Path, tmp_path: Path) -> Non
 
 def test_a_killed_agent_changes_no_reasoning(thinking: ServerProcess) -> None:
     budgets = range(8, 16)
-    alone = [think(thinking, budget)["choice"] for budget in budgets]
+    alone = [think(thinking, budget, max_tokens=90)["choice"] for budget in budgets]
     with ThreadPoolExecutor(len(budgets)) as pool:
-        pending = [pool.submit(think, thinking, budget) for budget in budgets]
+        pending = [pool.submit(think, thinking, budget, max_tokens=90) for budget in budgets]
         thinking.agents()[0].kill()
         assert [each.result()["choice"] for each in pending] == alone

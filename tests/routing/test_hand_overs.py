@@ -37,7 +37,7 @@ EXPECTED_TCP = (
 )
 
 
-@pytest.mark.parametrize(("first", "count"), with_sweeps([(0, 36), (36, 400)], lambda first, count: first > 0))
+@pytest.mark.parametrize(("first", "count"), with_sweeps([(0, 24), (24, 400)], lambda first, count: first > 0))
 def test_texts_do_not_depend_on_roles(first: int, count: int) -> None:
     """In half of the scripts, the replicas have KV tiers, too."""
     seen: Counter[str] = Counter()
