@@ -21,6 +21,12 @@ from support.small_configs import TINY_LLAMA, small_overrides
 from support.time_limits import time_limit
 
 
+@pytest.fixture(scope="module", autouse=True)
+def fork_server():
+    """Starts the fork server, which imports the whole server, so that no test measures this time."""
+    assert run_start_server("--version").returncode == 0
+
+
 def start(tmp_path, *overrides, config="llama_tiny_cpu.yaml"):
     sets = [part for override in small_overrides(tmp_path, overrides) for part in ("--set", override)]
     begin = time.monotonic()
