@@ -17,6 +17,8 @@ from typing import Protocol
 
 _SO_TIMESTAMPNS = 35  # the value on 64-bit Linux; Python's socket module has no name for it
 _TIMESPEC = struct.Struct("@qq")
+ANCILLARY_BYTES = 64
+"""Bytes for the ancillary data of ``recvmsg``. A time stamp needs fewer."""
 _READ_BYTES = 256 * 1024
 """Bytes that are read at a time."""
 _HAS_TIMESTAMPS = sys.platform == "linux"
@@ -46,8 +48,7 @@ class TimedSocket:
         self._unsent = b""
         self.is_open = True
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if _HAS_TIMESTAMPS:
-            sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+        request_time_stamps(sock)
         self._loop.add_reader(sock, self._read)
 
     @classmethod
@@ -103,14 +104,14 @@ class TimedSocket:
 
     def _read(self) -> None:
         try:
-            data, ancillary, _, _ = self._socket.recvmsg(_READ_BYTES, 64)
+            data, ancillary, _, _ = self._socket.recvmsg(_READ_BYTES, ANCILLARY_BYTES)
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
             self._end(error)
             return
         if data:
-            self._user.received(data, _arrival(ancillary))
+            self._user.received(data, arrival_time(ancillary))
         else:
             self._end(None)
 
@@ -119,8 +120,18 @@ class TimedSocket:
         self._user.lost(error, perf_counter())
 
 
-def _arrival(ancillary: list[tuple[int, int, bytes]]) -> float:
-    """Returns the kernel's time stamp of the last bytes, or the current time if there is none."""
+def request_time_stamps(sock: socket.socket) -> None:
+    """Makes the kernel add the time of arrival to the bytes that ``sock.recvmsg`` returns, if the system can do so."""
+    if _HAS_TIMESTAMPS:
+        sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+
+
+def arrival_time(ancillary: list[tuple[int, int, bytes]]) -> float:
+    """Returns the time of ``perf_counter`` at which the last bytes arrived in the kernel.
+
+    ``ancillary`` are the data that ``recvmsg`` returned with the bytes. If they have no time stamp, returns the current
+    time.
+    """
     for level, kind, content in ancillary:
         if level == socket.SOL_SOCKET and kind == _SO_TIMESTAMPNS:
             seconds, nanoseconds = _TIMESPEC.unpack(content)

@@ -6,9 +6,13 @@ as soon as they have a response. Every response must be one of two:
 - a 200 with the text of the undisturbed server;
 - a 429 with a ``Retry-After`` header, because the queue was full.
 
-Prints one JSON line with the numbers of both, and with the time of a refusal as its client sees it: median, 99th
-percentile and maximum. This time has a goal for an idle machine (check D1). The exit code is 1 after any other
-response, or if the server has not served or refused both kinds, or is not idle and ready in the end.
+Prints one JSON line with the numbers of both, and with percentiles of two times. ``refusal`` is the time from the write
+of a request until its refusal arrived in the kernel of the client. This time has a goal for an idle machine (check D1).
+``unread`` is the time until the client has then read the refusal. The client shares the cores with the server, and
+reads the responses of all connections in one thread. So this second time does not depend on the server alone.
+
+The exit code is 1 after any other response, or if the server has not served or refused both kinds, or is not idle and
+ready in the end.
 """
 
 from __future__ import annotations

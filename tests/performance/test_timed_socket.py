@@ -121,4 +121,4 @@ def test_a_pause_between_the_readings_of_two_clocks_does_not_change_the_arrival(
     monkeypatch.setattr(timed_socket, "perf_counter", lambda: 100.0 + advance())
     monkeypatch.setattr(timed_socket.time, "time_ns", lambda: 7_000_000_000 + int(advance() * 1e9))
     stamp = (socket.SOL_SOCKET, timed_socket._SO_TIMESTAMPNS, timed_socket._TIMESPEC.pack(7, 0))
-    assert timed_socket._arrival([stamp]) == pytest.approx(100.0, abs=1e-4)
+    assert timed_socket.arrival_time([stamp]) == pytest.approx(100.0, abs=1e-4)
