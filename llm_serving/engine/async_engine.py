@@ -248,12 +248,13 @@ class AsyncEngine:
             self._transfers = self.tiers.transfers(self._core.use_stores)
         return self._transfers
 
-    def queue_full(self, tenant: str = "") -> QueueFullError | None:
+    def queue_full(self, tenant: str = "", num_expected: int = 0) -> QueueFullError | None:
         """Returns why a new request of ``tenant`` would be refused, or None if it may be accepted.
 
-        The call is cheap, so that a server can refuse a request before it reads the body.
+        ``num_expected`` is the number of requests that the caller will probably open before this one. The call is
+        cheap, so that a server can refuse a request before it reads the body.
         """
-        full = self._core.queue_full(tenant)
+        full = self._core.queue_full(tenant, num_expected)
         if full is not None:
             self._metrics.request_refused(full.code)
         return full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -96,3 +97,40 @@ class UseStores:
 
 
 Command = Add | Abort | Probe | Profile | Distrust | LoadAdapter | DropAdapter | UseStores | WakeNodes | Stop
+
+
+class CommandQueue:
+    """The commands that the engine thread has not taken yet, in the order in which they were submitted.
+
+    One thread appends requests. Any thread may append other commands.
+    """
+
+    def __init__(self) -> None:
+        self._commands: deque[Command] = deque()
+        # Two counters, because each of them is changed by one thread only.
+        self._num_appended = 0
+        self._num_taken = 0
+
+    def __len__(self) -> int:
+        return len(self._commands)
+
+    @property
+    def num_requests(self) -> int:
+        """Number of requests among the commands. Any thread may read it."""
+        return self._num_appended - self._num_taken
+
+    def append(self, command: Command) -> None:
+        if isinstance(command, Add):
+            self._num_appended += 1
+        self._commands.append(command)
+
+    def popleft(self) -> Command:
+        """Removes and returns the oldest command. Raises IndexError if there is none."""
+        command = self._commands.popleft()
+        if isinstance(command, Add):
+            self._num_taken += 1
+        return command
+
+    def remove(self, command: UseStores) -> None:
+        """Removes a command. Raises ValueError if the engine thread has taken it."""
+        self._commands.remove(command)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
@@ -21,6 +20,7 @@ from llm_serving.engine.commands import (
     Abort,
     Add,
     Command,
+    CommandQueue,
     Distrust,
     DropAdapter,
     LoadAdapter,
@@ -116,7 +116,7 @@ class EngineCore:
         self._replicas = make_replicas(*parts, has_roles=self._router is not None and self._router.split is not None)
         self._adapters = AgentAdapters(self._replicas)
         self._replies = AgentReplies(self._replicas)
-        self._commands: deque[Command] = deque()
+        self._commands = CommandQueue()
         self._outputs: list[EngineOutput] = []
         self._num_needed = len(replicas) if num_needed is None else num_needed
         self._running = True
@@ -165,12 +165,12 @@ class EngineCore:
             pools=() if self._router is None else self._router.pool_statuses(),
         )
 
-    def queue_full(self, tenant: str = "") -> QueueFullError | None:
-        """Returns the error with which one more request of a tenant would be refused, or None.
+    def queue_full(self, tenant: str = "", num_expected: int = 0) -> QueueFullError | None:
+        """Returns the error with which a tenant's request would be refused after ``num_expected`` others, or None.
 
-        The call does not wake the engine thread.
+        Requests that the engine thread has not taken yet count as waiting. The call does not wake the engine thread.
         """
-        return self._front.queue_full(tenant)
+        return self._front.queue_full(tenant, num_expected + self._commands.num_requests)
 
     def keep_adapter(self, slot: int, memory: AdapterMemory) -> None:
         """Lets the agents load a LoRA adapter when they start. Call this method before the engine thread starts."""

@@ -126,9 +126,14 @@ class Router:
         self._num_arrivals += 1
         request.replica = None
 
-    def queue_full(self, tenant: str = "") -> QueueFullError | None:
-        """Returns an error only if the queues of all pools are full, because the length of the prompt is not known."""
-        full = [queue.intake.queue_full(queue.num_free_rows, tenant) for queue in self._queues]
+    def queue_full(self, tenant: str = "", num_coming: int = 0) -> QueueFullError | None:
+        """Returns an error only if the queues of all pools are full, because the length of the prompt is not known.
+
+        With several pools, the requests that will be added before (``num_coming``) do not count. Their pools are not
+        known, either.
+        """
+        num_coming = num_coming if len(self._queues) == 1 else 0
+        full = [queue.intake.queue_full(queue.num_free_rows, tenant, num_coming) for queue in self._queues]
         return None if None in full else full[0]
 
     def finish_request(self, request_id: str, reason: FinishReason, now: float) -> RequestUpdate | None:

@@ -113,13 +113,13 @@ class Scheduler(SchedulerFigures, RoutedScheduler, SchedulerTiers, SavedSchedule
         """
         self._intake.add(request, self._running.num_free_rows)
 
-    def queue_full(self, tenant: str = "") -> QueueFullError | None:
+    def queue_full(self, tenant: str = "", num_coming: int = 0) -> QueueFullError | None:
         """Returns the error with which a request of a tenant would be refused now, or None. Any thread may call it.
 
         With this method, the server can refuse a request before it reads the body. ``add_request`` makes the final
-        decision.
+        decision. ``num_coming`` is the number of requests that will be added before.
         """
-        return self._intake.queue_full(self._running.num_free_rows, tenant)
+        return self._intake.queue_full(self._running.num_free_rows, tenant, num_coming)
 
     def finish_request(self, request_id: str, reason: FinishReason, now: float) -> RequestUpdate | None:
         """Ends a request for a reason that comes from outside the scheduler: an abort, or a stop string.

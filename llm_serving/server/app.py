@@ -16,6 +16,7 @@ from llm_serving.access.control import VISIT, AccessControl, Visit
 from llm_serving.config import Config
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.server.batches.store import BatchStore
+from llm_serving.server.early_refusals.expected import end_expectation
 from llm_serving.server.error_replies import error_reply, note_error
 from llm_serving.server.errors import ClientGoneError
 from llm_serving.server.fields.validation import clip
@@ -144,6 +145,7 @@ class _Route:
             if generation is not None:
                 generation.close(time.monotonic())
             release_lease(scope)
+            end_expectation(scope)
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         response: AnyResponse

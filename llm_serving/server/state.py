@@ -31,6 +31,7 @@ from llm_serving.parsing.formats import AUTO, OutputFormat
 from llm_serving.registry.freeing import LargeBodies
 from llm_serving.registry.registry import ModelRegistry
 from llm_serving.server.batches.store import BatchStore
+from llm_serving.server.early_refusals.expected import ExpectedRequests
 from llm_serving.server.errors import UnavailableError
 from llm_serving.server.fields.validation import RequestModel, short
 from llm_serving.server.http.lifecycle import ActiveRequests
@@ -233,6 +234,8 @@ class ServerState:
     """Bytes of all request bodies that are being read or parsed."""
     large_bodies: LargeBodies = field(default_factory=LargeBodies)
     """Returns the memory of large request bodies to the operating system."""
+    expected: ExpectedRequests = field(default_factory=ExpectedRequests)
+    """Requests that were not refused early, and that will probably be passed to the engine soon."""
     renders_inline: bool = True
     """Whether the event loop's thread may render the chat template. It becomes False when a rendering needs more
     operations than are allowed in this thread. From then on, another thread renders.
@@ -285,11 +288,18 @@ class ServerState:
         if self._has_one_queue:
             self.refuse_if_full(tenant)
 
-    def early_refusal(self, tenant: str) -> QueueFullError | None:
+    def early_refusal(self, tenant: str, scope: Scope) -> QueueFullError | None:
         """Returns the error that ``check_queue`` would raise, or None. Like ``check_queue``, also logs and counts the
         refusal.
+
+        Expected requests count as waiting. If the result is None, the request of ``scope`` is expected, too.
         """
-        return self._full(tenant) if self._has_one_queue else None
+        if not self._has_one_queue:
+            return None
+        full = self._full(tenant, self.expected.num)
+        if full is None:
+            self.expected.expect(scope)
+        return full
 
     def refuse_if_full(self, tenant: str) -> None:
         """Raises QueueFullError if the queue of this model is full for ``tenant``."""
@@ -304,8 +314,8 @@ class ServerState:
     def _has_one_queue(self) -> bool:
         return self.models is None or not self.models.has_several
 
-    def _full(self, tenant: str) -> QueueFullError | None:
-        full = self.engine.queue_full(tenant)
+    def _full(self, tenant: str, num_expected: int = 0) -> QueueFullError | None:
+        full = self.engine.queue_full(tenant, num_expected)
         if full is not None:
             self.log.event("request_refused", code=full.code, message=str(full))
         return full

@@ -134,19 +134,19 @@ class Intake(Stateful):
 
     # The following methods check the admission limits.
 
-    def check_limits(self, num_tokens: int, num_free_rows: int, tenant: str = "") -> None:
+    def check_limits(self, num_tokens: int, num_free_rows: int, tenant: str = "", num_coming: int = 0) -> None:
         """Raises QueueFullError if the queue cannot accept another request of ``tenant`` with ``num_tokens`` tokens.
 
         Requests that can start do not count as waiting, because they leave the queue with the next steps.
         ``num_free_rows`` is the number of free batch rows. A router passes the free batch rows of its replicas minus
         the requests that wait at the replicas. If this number is negative, more requests wait at the replicas than can
-        start. The excess counts as waiting.
+        start. The excess counts as waiting. So do the ``num_coming`` requests that will be added before this one.
         """
         num_startable, max_requests = self.num_startable(num_free_rows), self._limits.max_waiting_requests
-        waiting = len(self) - num_startable
+        waiting = len(self) + num_coming - num_startable
         is_full = waiting >= max_requests
         if is_full and not (self._limits.fairness and self.shares.may_enter(tenant, max_requests, waiting)):
-            num_waiting, num_startable = len(self) - min(num_startable, 0), max(num_startable, 0)
+            num_waiting, num_startable = waiting + max(num_startable, 0), max(num_startable, 0)
             raise QueueFullError(
                 f"{num_waiting} requests are waiting and {num_startable} can start; the queue takes"
                 f" {max_requests} (scheduler_config.max_waiting_requests). Try again later.",
@@ -160,10 +160,10 @@ class Intake(Stateful):
                 retry_after_s=self._drain_rate.retry_after_s(1, total - max_tokens),
             )
 
-    def queue_full(self, num_free_rows: int, tenant: str = "") -> QueueFullError | None:
-        """Returns the error with which even the shortest request of ``tenant`` would be refused now, or None."""
+    def queue_full(self, num_free_rows: int, tenant: str = "", num_coming: int = 0) -> QueueFullError | None:
+        """Returns the error with which the shortest request would be refused now, or None. See ``check_limits``."""
         try:
-            self.check_limits(1, num_free_rows, tenant)
+            self.check_limits(1, num_free_rows, tenant, num_coming)
         except QueueFullError as error:
             # Without a traceback, the error does not keep the caller's variables alive.
             return error.with_traceback(None)

@@ -47,6 +47,22 @@ def test_top_logits_come_with_the_tokens_that_asked() -> None:
     assert engine.whole("b").logits == ()
 
 
+def test_requests_that_the_engine_has_not_taken_count_as_waiting() -> None:
+    engine = Engine(max_num_seqs=1, max_waiting_requests=2)
+    engine.core.submit(Abort("unknown"))
+    for name in "abc":
+        assert engine.core.queue_full() is None
+        engine.request(name, 5, 4)
+    full = engine.core.queue_full()
+    assert str(full).startswith("3 requests are waiting and 1 can start; the queue takes 2")
+    engine.step()
+    assert engine.scheduler.figures.waiting == 2
+    assert engine.core.queue_full() is not None
+    engine.finish()
+    assert engine.core.queue_full("", 2) is None
+    assert engine.core.queue_full("", 3) is not None, "the caller expects three requests before this one"
+
+
 def test_timings_add_up() -> None:
     engine = Engine(max_num_seqs=1)
     engine.request("a", 5, 4)

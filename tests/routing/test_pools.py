@@ -219,6 +219,7 @@ def test_each_pool_has_its_own_admission_limit() -> None:
     with pytest.raises(QueueFullError):
         simulation.router.add_request(make_request("long 3", LONG))
     assert simulation.router.queue_full() is None, "short prompts are still accepted"
+    assert simulation.router.queue_full("", 9) is None, "their prompts may all be long"
     simulation.add(*(make_request(f"short {number}", 3, 4) for number in range(3)))
     assert simulation.router.queue_full() is not None
     simulation.finish()

@@ -54,8 +54,10 @@ def test_the_next_request_goes_to_the_first_free_batch_row() -> None:
 def test_the_admission_limit_holds_for_all_replicas_together() -> None:
     simulation = routed(max_num_seqs=1, max_waiting_requests=2)
     simulation.add(*(ask(f"r{number}") for number in range(4)))
-    full = simulation.router.queue_full()
+    assert simulation.router.queue_full() is not None
+    full = simulation.router.queue_full("", 1)
     assert full is not None
+    assert str(full).startswith("5 requests are waiting and 2 can start")
     assert full.__traceback__ is None, "its frames would refer to the error"
     with pytest.raises(QueueFullError, match="max_waiting_requests") as refused:
         simulation.router.add_request(ask("more"))

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from llm_serving.server.app import ServerApp
 from support.access_keys import access_for, secret_of
 from support.fake_engine import FakeEngine
 from support.fakes import make_limits, make_request
-from support.http_server import HttpServer, http_request, running, wait_until
+from support.http_server import HttpServer, http_request, read_response, running, wait_until
+from support.time_limits import time_limit
 
 PATH = "/v1/completions"
 BODY = json.dumps({"prompt": "a"}).encode()
@@ -206,6 +208,78 @@ def test_a_connection_serves_on_after_an_early_refusal(rig: Refusing) -> None:
     assert [one[:12] for one in rig.exchange(large, large)] == [b"HTTP/1.1 429"] * 2
     engine.full = None
     assert rig.exchange(large, request_of(PATH, key_of("alice")))[1].startswith(b"HTTP/1.1 200")
+
+
+@contextmanager
+def held_loop(server: HttpServer) -> Iterator[None]:
+    """Keeps the server from reading until the end of the context."""
+    is_held, may_continue = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        is_held.set()
+        assert may_continue.wait(time_limit(10))
+
+    server._loop.call_soon_threadsafe(hold)
+    assert is_held.wait(time_limit(10))
+    try:
+        yield
+    finally:
+        may_continue.set()
+
+
+def burst(rig: Refusing, *requests: bytes) -> list[int]:
+    """Sends requests on connections of their own, so that the server reads them together. Returns the statuses."""
+    with ExitStack() as opened:
+        connections = [opened.enter_context(rig.server.raw(request_of(PATH))) for _ in requests]
+        assert {read_response(connection)[0] for connection in connections} == {401}  # all connections are accepted
+        with held_loop(rig.server):
+            for connection, request in zip(connections, requests, strict=True):
+                connection.sendall(request)
+        return [read_response(connection)[0] for connection in connections]
+
+
+@pytest.fixture
+def places(rig: Refusing, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The queue has this many places for requests that have not ended. The list also gets the number of expected
+    requests in each call of ``engine.open``.
+    """
+    engine, found = rig.server.engine, [2]
+    open_request = engine.open
+
+    def queue_full(tenant: str = "", num_expected: int = 0) -> QueueFullError | None:
+        return QueueFullError("full") if engine.num_open + num_expected >= found[0] else None
+
+    def opened(*arguments: Any, **options: Any) -> Any:
+        found.append(rig.server.app.state.expected.num)
+        return open_request(*arguments, **options)
+
+    monkeypatch.setattr(engine, "queue_full", queue_full)
+    monkeypatch.setattr(engine, "open", opened)
+    return found
+
+
+VALID = request_of(PATH, key_of("alice"))
+INVALID = http_request(PATH, b"{not json", key_of("alice"))
+STREAMED = http_request(
+    PATH, json.dumps({"prompt": "a", "stream": True}).encode(), key_of("alice"), "Connection: close"
+)
+
+
+@pytest.mark.parametrize("request_", [VALID, STREAMED], ids=["whole", "streamed"])
+def test_requests_of_a_burst_count_before_the_engine_knows_them(
+    rig: Refusing, places: list[int], request_: bytes
+) -> None:
+    assert sorted(burst(rig, *[request_] * 6)) == [200, 200, 429, 429, 429, 429]
+    assert rig.num_normal == 2, "the other requests are refused early"
+    assert places[1:] == [1, 0], "a request is no longer expected when the engine knows it"
+
+
+def test_a_request_that_does_not_reach_the_engine_keeps_no_place(rig: Refusing, places: list[int]) -> None:
+    assert burst(rig, INVALID, INVALID, VALID) == [400, 400, 429]
+    with rig.server.raw(VALID[:-1]), rig.server.raw(VALID[:-1]):  # the last byte of the body does not arrive
+        wait_until(lambda: rig.num_normal == 4)
+        wait_until(lambda: rig.server.app.state.expected.num == 0)
+        assert burst(rig, VALID, VALID) == [200, 200]
 
 
 def test_a_client_that_wants_to_close_is_disconnected(rig: Refusing) -> None:

@@ -31,8 +31,8 @@ def refused_at_the_door(engine, monkeypatch):
     scheduler = Scheduler(make_limits(max_num_seqs=1, max_waiting_requests=0))
     scheduler.add_request(make_request("a"))
 
-    def queue_full(tenant):
-        full = scheduler.queue_full(tenant)
+    def queue_full(tenant, num_expected):
+        full = scheduler.queue_full(tenant, num_expected)
         # The variable ``full`` keeps a reference to the error until this function returns, as a frame of the engine
         # does.
         assert full is not None

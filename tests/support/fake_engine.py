@@ -190,7 +190,7 @@ class FakeEngine:
         tokens = [*self.tokenizer.encode(text, add_special_tokens=False), *self.tokenizer.eos_token_ids]
         self.script = lambda prompt, sampling: tokens
 
-    def queue_full(self, tenant: str = "") -> QueueFullError | None:
+    def queue_full(self, tenant: str = "", num_expected: int = 0) -> QueueFullError | None:
         self.asked_for.append(tenant)
         return self.full
 

@@ -189,6 +189,17 @@ def test_requests_that_wait_at_a_replica_without_capacity_count() -> None:
         intake.check_limits(1, -2)
 
 
+def test_requests_that_will_be_added_before_count() -> None:
+    intake, new = make_intake(2), Arrivals()
+    put(intake, new.next())
+    assert intake.queue_full(1, "", 1) is None
+    full = intake.queue_full(1, "", 2)
+    assert str(full).startswith("3 requests are waiting and 1 can start; the queue takes 2")
+    intake.limit_starts(0)
+    assert intake.queue_full(1, "", 1) is not None
+    assert intake.queue_full(1) is None
+
+
 def test_a_light_tenant_enters_a_queue_that_others_have_filled() -> None:
     intake, new = make_intake(6), Arrivals()
     put(intake, *(new.next(tenant="heavy") for _ in range(6)))

@@ -64,7 +64,7 @@ class EarlyRefusals:
         try:
             if visit is not None:
                 visit.enter(headers.getlist("authorization"), headers.getlist("x-api-key"))
-            full = state.early_refusal(tenant_name(visit, headers))
+            full = state.early_refusal(tenant_name(visit, headers), scope)
             if full is None:
                 if visit is not None:
                     scope[VISIT] = visit

@@ -24,6 +24,7 @@ from llm_serving.errors import (
 from llm_serving.parsing.thinking import ThinkingWatch
 from llm_serving.request import FinishReason, ForkableConstraint, RequestOutput, SchedulingParams
 from llm_serving.scheduler.output import NOT_FINITE_ERROR
+from llm_serving.server.early_refusals.expected import EXPECTED, ExpectedRequest
 from llm_serving.server.errors import UnavailableError
 from llm_serving.server.generation.answer_plan import AnswerPlan
 from llm_serving.server.generation.keep_hint import keep_blocks, keep_seconds_of
@@ -112,6 +113,7 @@ class Generation:
             self.scheduling = self._session.with_salt(self.scheduling)
         self.return_receipt = bool(fields.return_receipt)
         self._received_at: float = request.scope[RECEIVED_AT]
+        self._expected: ExpectedRequest | None = request.scope.get(EXPECTED)
         self.api = api
         self.request_id = f"{id_prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
@@ -192,6 +194,8 @@ class Generation:
         """
         if self._visit is not None:
             self._visit.reserve(self.num_prompt_tokens, sum(choice.sampling.max_tokens for choice in self._sequences))
+        if self._expected is not None:
+            self._expected.end()
         num_tokens = 0
         for choice in self._sequences:
             num_tokens += OPEN_OVERHEAD_TOKENS + len(choice.prompt.token_ids)
