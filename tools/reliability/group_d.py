@@ -11,6 +11,7 @@ CHECKS = (
         Both(
             tests(
                 "integration/test_flood.py",
+                "server/test_early_refusals.py::test_requests_of_a_burst_count_before_the_engine_knows_them",
                 "server/test_scheduling_fields.py::test_a_full_queue_refuses_before_anything_is_read",
                 "server/test_scheduling_fields.py::test_retry_after_is_the_expected_queue_time",
                 "server/test_event_loop.py::test_connections_are_limited",
