@@ -70,11 +70,11 @@ class MixedComposer(StepComposer):
             self._light_streak = 0  # otherwise, steps for light keys still run before this step
         if self._num_without_prompts >= _MAX_STEPS_WITHOUT_PROMPTS:
             self._num_without_prompts = 0
-            plan = self._mixed_plan([], budget, now, starts, late)
+            plan = self._mixed_plan([], 0, budget, now, starts, late)
             if plan:
                 return self._send_prefill(plan, StepReason.PROMPT_OVERDUE)
         decoding = self._decoding_sequences(now)
-        plan = self._mixed_plan(decoding, budget, now, starts, late)
+        plan = self._mixed_plan(decoding, len(decoding) or self._num_behind_drafts(), budget, now, starts, late)
         if not plan:
             return self._send_decode_or_drafts(decoding, StepReason.ROWS_READY) if decoding else None
         if not decoding:
@@ -109,12 +109,26 @@ class MixedComposer(StepComposer):
         step.overtakes = overtakes
         return step
 
+    def _num_behind_drafts(self) -> int:
+        """Returns the number of decoding sequences if a step with drafts is in flight, otherwise 0."""
+        running = self._state.running
+        if not self._state.may_have_drafts or not any(sequence.num_inflight_drafts for sequence in running):
+            return 0
+        return sum(sequence.is_decoding for sequence in running)
+
     def _mixed_plan(
-        self, decoding: list[Sequence], budget: int, now: float, starts: SloStarts | None, late: frozenset[Sequence]
+        self,
+        decoding: list[Sequence],
+        num_decoding: int,
+        budget: int,
+        now: float,
+        starts: SloStarts | None,
+        late: frozenset[Sequence],
     ) -> ChunkPlan:
+        """Returns the chunks of a step for ``decoding``. ``budget`` limits them if ``num_decoding`` is not 0."""
         state, limits = self._state, self._state.limits
         num_tokens = limits.max_num_batched_tokens - len(decoding)
-        if num_decoding := len(decoding) or sum(sequence.is_decoding for sequence in state.running):
+        if num_decoding:
             num_tokens = min(num_tokens, max(budget - num_decoding, _MIN_CHUNK))
         history = sum(s.request.num_tokens for s in decoding if s.restarts and s.request.sampling.has_penalties)
         plan = ChunkPlan(limits, num_tokens, history)

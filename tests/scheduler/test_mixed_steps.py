@@ -86,6 +86,25 @@ def test_decoding_sequences_that_fill_every_step_do_not_stop_a_prompt() -> None:
     assert overdue[0].seq < 20
 
 
+def test_sequences_that_need_no_further_step_do_not_limit_prompts() -> None:
+    """The last tokens of the first prompts are in flight, so no sequence waits for the step of the next prompts."""
+    simulation = chunked(decode_steps_ahead=1, max_num_batched_tokens=96, prefill_batch_size=2, num_blocks=60)
+    simulation.add(*(make_request(name, 48, 1) for name in "abcd"))
+    first, second = simulation.schedule()
+    assert (first.query_lens, second.query_lens) == ([48, 48], [48, 48])
+    simulation.finish()
+
+
+def test_an_overdue_prompt_gets_a_whole_step() -> None:
+    simulation = chunked(max_num_batched_tokens=20, decode_batch_size=20, max_num_seqs=21, num_blocks=200)
+    simulation.add(*(make_request(f"row {number}", 1, 30) for number in range(20)))
+    simulation.step()
+    simulation.add(make_request("long", 40, 2))
+    simulation.finish()
+    overdue = [step for step in simulation.steps if step.reason is StepReason.PROMPT_OVERDUE]
+    assert [step.num_tokens for step in overdue[:2]] == [20, 20]
+
+
 def test_no_decoding_sequence_waits_for_a_prompt() -> None:
     simulation = chunked(decode_steps_ahead=1, num_blocks=60)
     row = make_request("row", 5, 30)
