@@ -11,7 +11,6 @@ import ssl
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import uvicorn
 
@@ -21,6 +20,7 @@ from llm_serving.server.app import ServerApp
 from llm_serving.server.batches.endpoints import BATCH_ENDPOINTS
 from llm_serving.server.batches.runner import BatchRunner
 from llm_serving.server.early_refusals.refusals import EarlyRefusals
+from llm_serving.server.http.dated_state import DatedState
 from llm_serving.server.http.protocol import BoundedHttpProtocol, ConnectionRules
 from llm_serving.server.http.proxies import TrustedProxies
 from llm_serving.server.http.tls_listener import TlsListener
@@ -30,8 +30,6 @@ CLOSE_S = 1.0
 """Seconds between the end of all requests and the end of the connections, so that clients can read the last bytes."""
 RESERVED_FILES = 128
 """Number of file descriptors that are kept free of connections, for agents, logs and shared memory."""
-TICK_S = 1.0
-"""Seconds between updates of the response header ``Date``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +115,7 @@ class _Server(uvicorn.Server):
         batches: BatchRunner | None,
     ) -> None:
         super().__init__(config)
+        self.server_state = DatedState()
         self._batches = batches
         self._app = app
         self._rules = rules
@@ -159,17 +158,12 @@ class _Server(uvicorn.Server):
     async def main_loop(self) -> None:
         if self._batches is not None:
             self._batches.start()
-        await self._tick_until(asyncio.ensure_future(self._stop.wait()))
+        await self._stop.wait()
         if self._batches is not None:
             await self._batches.stop()  # the stop does not wait for batches, which continue after the next start
         # The socket still listens. So new clients get a 503 with a reason instead of a refused connection.
         drain_s = 0.0 if self._app.state.has_ended else self._drain_s
-        await self._tick_until(asyncio.ensure_future(self._app.state.active.drain(drain_s)))
-
-    async def _tick_until(self, done: asyncio.Future[Any]) -> None:
-        while not done.done():
-            await self.on_tick(0)
-            await asyncio.wait((done,), timeout=TICK_S)
+        await self._app.state.active.drain(drain_s)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         cutting = asyncio.get_running_loop().call_later(CLOSE_S, self._cut_off)

@@ -14,8 +14,9 @@ The part fails as soon as the file exists. PART is one of these:
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,11 +40,22 @@ def failing(method: Callable[..., Any], file: Path, error: type[BaseException]) 
     return call
 
 
+def failing_loop(file: Path) -> Callable[[run._Server], Coroutine[Any, Any, None]]:
+    """Returns a main loop of the HTTP server that raises OSError once ``file`` exists."""
+
+    async def main_loop(server: run._Server) -> None:
+        while not file.exists():
+            await asyncio.sleep(0.05)
+        raise OSError("planted")
+
+    return main_loop
+
+
 if __name__ == "__main__":
     agents, part, trigger = forked_program(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     others = {"poison": "support.poisoned_agent", "draws": "support.ahead_agent"}
     if part == "http":
-        run._Server.on_tick = failing(run._Server.on_tick, trigger, OSError)  # type: ignore[method-assign]
+        run._Server.main_loop = failing_loop(trigger)  # type: ignore[method-assign]
     elif part in others:
         agents = AgentProgram(others[part], agents.launch)
     else:
