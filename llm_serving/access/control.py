@@ -45,8 +45,10 @@ class AccessControl:
         self.audit = audit
         self.refused = refused
         self._usages: dict[str, KeyUsage] = {}
-        self.watch = Periodic(self.reload)
-        """Reads the key file again whenever the file changes, from ``watch.start`` until ``watch.stop``."""
+        self.watch = Periodic(self.reload) if keys is not None and keys.has_file else None
+        """Reads the key file again whenever the file changes, from ``watch.start`` until ``watch.stop``. None if there
+        is no key file.
+        """
 
     def usage(self, name: str) -> KeyUsage:
         """Returns the present use of the quotas. All keys with this ``name`` share them.

@@ -65,6 +65,11 @@ class KeyStore:
             self._named = self._keys, by_name
         return by_name.get(name)
 
+    @property
+    def has_file(self) -> bool:
+        """Whether keys come from a file, and not only from the environment."""
+        return self._path is not None
+
     def has_changed(self) -> bool:
         """Returns True if the file has changed since it was read last."""
         return self._path is not None and file_signature(self._path) != self._seen

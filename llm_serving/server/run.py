@@ -70,7 +70,7 @@ async def serve(
         received=state.loop_watch.wake,
     )
     listeners = [Listener(sock, app, tls=tls is not None), *others]
-    watches = [each.watch for each in (state.access, tls) if each is not None]
+    watches = [each.watch for each in (state.access, tls) if each is not None and each.watch is not None]
     config = uvicorn.Config(
         app,
         http=BoundedHttpProtocol,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from llm_serving.access.__main__ import main
+from llm_serving.access.control import AccessControl
 from llm_serving.access.key_store import KeyStore
 from llm_serving.access.keys import (
     MAX_KEY_CHARS,
@@ -122,6 +123,15 @@ def test_the_store_finds_a_key_by_its_secret(tmp_path):
     assert [store.find(letter * 40).name for letter in "abc"] == ["alice", "bob", "carol"]
     wrong = ("", "a" * 39, "a" * 41, "A" * 40, "é", "x" * (MAX_KEY_CHARS + 1))
     assert [store.find(text) for text in wrong] == [None] * 6
+
+
+def test_only_a_key_file_is_looked_at_periodically(tmp_path):
+    write(tmp_path / "keys", ("alice", "a" * 40))
+    of_file = KeyStore(str(tmp_path / "keys"), "", Log())
+    of_environment = KeyStore(None, f"carol sha256:{digest_of('c' * 40).hex()}", Log())
+    for keys, looks in ((of_file, True), (of_environment, False), (None, False)):
+        access = AccessControl(keys, None, lambda reason: None)
+        assert (access.watch is not None) is looks
 
 
 def test_a_changed_file_replaces_the_keys(tmp_path):
