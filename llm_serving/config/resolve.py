@@ -225,7 +225,7 @@ class Resolver:
         in other modes.
         """
         power: PowerConfig = self._sections["power"]
-        if power.mode != "quiet" or self._model.batch_waiting_time:
+        if not power.is_quiet or self._model.batch_waiting_time:
             return self._model.batch_waiting_time
         return power.batch_wait_ms / 1000
 

@@ -197,8 +197,8 @@ class PowerConfig:
 
     mode: str = own(
         "normal",
-        "`quiet`: threads of the kernels sleep immediately instead of waiting in a loop, and a prompt waits for others "
-        "up to `batch_wait_ms`. This saves energy and makes single requests slower. Texts stay the same.",
+        "`quiet`: one thread computes small steps, waiting threads sleep immediately, and a prompt waits for others up "
+        "to `batch_wait_ms`. This saves energy and makes single requests slower. Texts stay the same.",
         choices=("normal", "quiet"),
     )
     batch_wait_ms: float = own(
@@ -215,6 +215,10 @@ class PowerConfig:
         low=0.0,
         high=MAX_SECONDS,
     )
+
+    @property
+    def is_quiet(self) -> bool:
+        return self.mode == "quiet"
 
 
 @dataclass(frozen=True, slots=True)

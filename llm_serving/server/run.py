@@ -85,7 +85,7 @@ async def serve(
         timeout_graceful_shutdown=math.ceil(CLOSE_S + 0.5),  # then uvicorn ends the connections that are left
     )
     active, loop_watch = state.active, state.loop_watch
-    loop_watch.start(lambda: len(active) > 0, state.log)
+    loop_watch.start(lambda: len(active) > 0, state.log, is_quiet=state.settings.is_quiet)
     for watch in watches:
         watch.start()
     batches = None if state.batches is None else BatchRunner(app, state.batches, BATCH_ENDPOINTS)

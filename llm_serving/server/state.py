@@ -68,6 +68,8 @@ class ServerSettings:
     max_body_bytes_in_flight: int = 64 * 1024 * 1024
     """Maximum size in bytes of all request bodies together that are being read or parsed."""
     max_connections: int = 4096
+    is_quiet: bool = False
+    """Whether the server is in the quiet mode (``power.mode``)."""
     structured_outputs: bool = True
     tool_format: str = AUTO
     """Name of the format of tool calls, see ``llm_serving.parsing.formats``."""
@@ -130,6 +132,7 @@ class ServerSettings:
             max_body_bytes=serving.max_body_bytes,
             max_body_bytes_in_flight=max(serving.max_body_bytes_in_flight, serving.max_body_bytes),
             max_connections=serving.max_connections,
+            is_quiet=config.power.is_quiet,
             max_request_tokens=serving.max_request_tokens,
             structured_outputs=serving.structured_outputs,
             tool_format=serving.tool_format,

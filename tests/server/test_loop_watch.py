@@ -76,14 +76,28 @@ def _blocks_the_loop(watch: LoopWatch) -> None:
         sum(range(15_000_000))
 
 
-def test_the_function_that_blocks_the_loop_is_named_in_the_log(tmp_path: Path) -> None:
+def test_the_quiet_mode_measures_seldom_and_looks_only_at_loops_that_are_late() -> None:
+    async def run() -> None:
+        watch, loop = LoopWatch(), asyncio.get_running_loop()
+        watch.start(lambda: True, EventLog(None), is_quiet=True)
+        assert watch._timer is not None
+        assert watch._timer.when() - loop.time() > loop_watch.QUIET_PERIOD_S / 2 > 10 * loop_watch.PERIOD_S
+        assert watch._stacks is not None
+        assert watch._stacks._look_every_s > loop_watch.QUIET_PERIOD_S
+        watch.stop()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_quiet", [False, True])
+def test_the_function_that_blocks_the_loop_is_named_in_the_log(tmp_path: Path, is_quiet: bool) -> None:
     async def run() -> None:
         log = EventLog(str(tmp_path / "server.log"))
         watch = LoopWatch()
-        watch.start(lambda: True, log)
+        watch.start(lambda: True, log, is_quiet=is_quiet)
         await asyncio.sleep(0.05)
         _blocks_the_loop(watch)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.15)
         watch.stop()
         log.close()
 

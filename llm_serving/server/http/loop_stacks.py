@@ -19,14 +19,16 @@ _MAX_FRAMES = 12
 class LoopStacks:
     """A thread that notes the functions on the event loop's stack if a loop iteration takes too long.
 
-    While the loop is watched, it calls ``iterated`` every few milliseconds. Otherwise the thread sleeps.
+    While the loop is watched, it calls ``iterated`` at short intervals. Otherwise the thread sleeps.
 
     While a C function keeps the interpreter lock (GIL), this thread cannot read the stack. When the C function returns,
     this thread gets the lock before the calling Python function continues. So this Python function is still on the
     stack.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, look_every_s: float = LOOK_EVERY_S) -> None:
+        """``look_every_s`` must be longer than the usual time between two calls of ``iterated``."""
+        self._look_every_s = look_every_s
         self._iterated_at: float | None = None
         """Time of the last call of ``iterated``. None if the loop is not watched."""
         self._found = ""
@@ -45,7 +47,7 @@ class LoopStacks:
     def found(self) -> str:
         """Returns the functions that blocked the loop since the last call of ``iterated``, innermost first.
 
-        The text is empty if the loop was not blocked for ``LOOK_EVERY_S``.
+        The text is empty if the loop was not blocked for ``look_every_s``.
         """
         return self._found
 
@@ -62,9 +64,9 @@ class LoopStacks:
     def _run(self) -> None:
         while not self._has_ended:
             self._is_awake.wait()
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(self._look_every_s)
             iterated_at = self._iterated_at
-            if iterated_at is not None and not self._found and time.monotonic() - iterated_at >= LOOK_EVERY_S:
+            if iterated_at is not None and not self._found and time.monotonic() - iterated_at >= self._look_every_s:
                 found = described(sys._current_frames().get(self._loop_thread))
                 if self._iterated_at == iterated_at:
                     self._found = found

@@ -6,13 +6,16 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from llm_serving.server.http.loop_stacks import LoopStacks
+from llm_serving.server.http.loop_stacks import LOOK_EVERY_S, LoopStacks
 from llm_serving.telemetry.log import EventLog
 
 PERIOD_S = 0.01
 """Seconds between two measurements. The loop may be blocked up to this much longer than a measurement shows."""
 
-AWAKE_S = 1.0
+QUIET_PERIOD_S = 0.1
+"""Seconds between two measurements in the quiet mode, which saves processor time."""
+
+AWAKE_S = 0.1
 """Seconds for which the loop is measured after a client has sent data. Then the timer stops, which saves energy."""
 
 REPORTED_S = 0.05
@@ -30,6 +33,7 @@ class LoopWatch:
     """
 
     def __init__(self) -> None:
+        self._is_quiet = False
         self._longest = 0.0
         self._longest_busy = 0.0
         self._due = 0.0
@@ -40,12 +44,14 @@ class LoopWatch:
         self._log: EventLog | None = None
         self._stacks: LoopStacks | None = None
 
-    def start(self, is_busy: Callable[[], bool], log: EventLog) -> None:
+    def start(self, is_busy: Callable[[], bool], log: EventLog, *, is_quiet: bool = False) -> None:
         """Starts measuring the running event loop. Call this method in the loop's thread. ``stop`` ends the measuring.
 
-        ``is_busy`` returns True while a request is active.
+        ``is_busy`` returns True while a request is active. In the quiet mode (``is_quiet``), the loop is measured less
+        often.
         """
-        self._is_busy, self._log, self._stacks = is_busy, log, LoopStacks()
+        self._is_busy, self._log, self._is_quiet = is_busy, log, is_quiet
+        self._stacks = LoopStacks(LOOK_EVERY_S + self._period_s if self._is_quiet else LOOK_EVERY_S)
         self.wake()
 
     def wake(self) -> None:
@@ -74,12 +80,16 @@ class LoopWatch:
         self._longest = self._longest_busy = 0.0
         return longest
 
+    @property
+    def _period_s(self) -> float:
+        return QUIET_PERIOD_S if self._is_quiet else PERIOD_S
+
     def _schedule(self) -> None:
-        self._due = time.monotonic() + PERIOD_S
+        self._due = time.monotonic() + self._period_s
         self._cpu, self._loop_cpu = time.process_time(), time.thread_time()
         if self._stacks is not None:
             self._stacks.iterated()
-        self._timer = asyncio.get_running_loop().call_later(PERIOD_S, self._measure)
+        self._timer = asyncio.get_running_loop().call_later(self._period_s, self._measure)
 
     def _measure(self) -> None:
         delay = time.monotonic() - self._due
