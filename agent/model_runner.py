@@ -36,6 +36,7 @@ from agent.step_cost import StepCost
 from agent.step_entry import StepEntry
 from agent.step_graph.step_blocks import StepBlocks
 from agent.step_inputs import Int32Array, StepInputs, StepReader
+from agent.step_threads import StepThreads
 from agent.warm_up import captured_steps, largest_steps, make_moves, make_step
 from llm_serving.config import Config
 from llm_serving.errors import AgentError, AgentStartError, GroupBrokenError, GroupDownError, ProtocolError
@@ -92,14 +93,12 @@ class ModelRunner:
         """Takes the number of a step. Waits until the step's slot has the token masks of its sequences. Returns the
         logit biases of the step by batch row.
         """
-        self._sampler = self._made_sampler(config)
+        self._sampler, self._threads = self._made_sampler(config), StepThreads(config.power)
         self._reader = StepReader(
             config, config.max_num_seqs, self._sampler.rows.last_token if exchange is None else None
         )
         self._readers = [self._reader]
-        """All step readers of this object. If the device runs ahead, a second reader copies the steps that are launched
-        before the previous step is sampled.
-        """
+        """The step readers. If the device runs ahead, a second one copies a step before the previous one is sampled."""
         timeout_s = config.serving_config.step_timeout_s
         self._exchange = None if exchange is None else Exchange(exchange, self._part, timeout_s)
         tokens = None if self._exchange is None else SharedLastTokens(self._exchange, self._part, self._sampler.rows)
@@ -114,8 +113,7 @@ class ModelRunner:
         self.tiles: TileMemory | None = None
         """The tiles of images in shared memory. None if the model reads no images. Set it before ``load``."""
         self.host_pool: HostPoolMemory | None = None
-        """The host blocks in shared memory. None if the agent allocates the host blocks itself. Set it before ``load``.
-        """
+        """The host blocks in shared memory. None if the agent allocates them itself. Set it before ``load``."""
         self.hand_over_pool: HandOverMemory | None = None
         """The hand-over pool in shared memory. None if the replicas have no roles. Set it before ``load``."""
         self._handed: HandedBlocks | None = None
@@ -242,6 +240,7 @@ class ModelRunner:
             self.ahead.settle()
         start = time.perf_counter_ns()
         inputs, moves = self._reader.read(slot, is_decode=is_decode), self._reader.read_moves(slot)
+        self._threads.begin_step(inputs.token_ids.size)
         self._sampler.rows.start_rows(slot)
         if self._last_tokens is not None:
             self._last_tokens.check(inputs.token_ids, inputs.rows, inputs.query_lens)

@@ -61,7 +61,7 @@ def _use_cores(config: Config, rank: int) -> None:
 
 
 def _use_own_threads(config: Config) -> None:
-    _allow_spinning(config.power.mode != "quiet")
+    _allow_spinning(not config.power.is_quiet)
     threads = config.model_config.cpu_threads
     num_agents = config.parallel_config.agents_per_machine
     if threads == 0 and num_agents > 1 and not config.model_config.cpu_cores:

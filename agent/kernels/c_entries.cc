@@ -1,6 +1,7 @@
 // The C entries that the agent calls through ctypes: threads, sampling, copies, packed weights and the exchange between
 // agents. An entry that can fail returns 0 if it succeeds. Otherwise it writes one line to standard error and returns
 // an error code.
+#include "common/alone.h"
 #include "common/check.h"
 #include "common/floating_point.h"
 #include "common/kernel_table.h"
@@ -22,6 +23,7 @@ extern "C" {
 LLMK_ENTRY void llmk_set_threads(int num_threads) { llmk::set_num_threads(num_threads); }
 LLMK_ENTRY void llmk_set_attentive(int attentive) { llmk::set_attentive(attentive != 0); }
 LLMK_ENTRY void llmk_set_spinning(int allowed) { llmk::set_spinning(allowed != 0); }
+LLMK_ENTRY void llmk_set_alone(int is_alone) { llmk::set_alone(is_alone != 0); }
 LLMK_ENTRY int llmk_num_threads() { return llmk::num_threads(); }
 LLMK_ENTRY int64_t llmk_scratch_bytes(int between_operators) { return llmk::scratch_bytes(between_operators != 0); }
 LLMK_ENTRY const char* llmk_compiled_sets() { return llmk::compiled_sets(); }

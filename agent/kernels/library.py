@@ -59,6 +59,7 @@ _ENTRIES: dict[str, tuple[Any, ...]] = {
     "llmk_sample_candidates": (_INT, _POINTER, _POINTER, _POINTER),
     "llmk_scratch_bytes": (_INT64, _INT),
     "llmk_set_adapter": (None, _POINTER, _INT, _POINTER),
+    "llmk_set_alone": (None, _INT),
     "llmk_set_attentive": (None, _INT),
     "llmk_set_spinning": (None, _INT),
     "llmk_set_threads": (None, _INT),
@@ -137,6 +138,13 @@ def set_attentive(attentive: bool) -> None:
 def set_spinning(allowed: bool) -> None:
     """Sets whether the kernels' threads may wait in a loop for a few microseconds before they sleep."""
     load_library().llmk_set_spinning(allowed)
+
+
+def set_alone(is_alone: bool) -> None:
+    """If ``is_alone``, the calling thread computes each kernel alone, and the other threads sleep. Otherwise all
+    threads share the work. The results have the same bits.
+    """
+    load_library().llmk_set_alone(is_alone)
 
 
 def scratch_bytes(*, between_operators: bool) -> int:

@@ -130,6 +130,46 @@ def test_idle_threads_sleep() -> None:
     assert float(process.stdout) < 0.02, process.stderr
 
 
+ALONE_PROGRAM = """
+import os, re, time, zlib
+from pathlib import Path
+import numpy as np
+from performance.kernels.calls import matmul
+from performance.kernels.library import load_testing_library
+
+def num_wake_ups():
+    others = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
+    states = [(task / "status").read_text() for task in others]
+    return sum(int(re.search(r"^voluntary_ctxt_switches:\\s+(\\d+)", state, re.M)[1]) for state in states)
+
+def num_wake_ups_at_rest():
+    found = [-1, num_wake_ups()]
+    while found[-1] != found[-2]:
+        time.sleep(0.2)
+        found.append(num_wake_ups())
+    return found[-1]
+
+rng = np.random.default_rng(0)
+x, w = rng.standard_normal((33, 256), np.float32), rng.standard_normal((600, 256), np.float32)
+matmul(x, w, "float32")
+for is_alone in (0, 1, 0):
+    load_testing_library().llmk_set_alone(is_alone)
+    before = num_wake_ups_at_rest()
+    for _ in range(20):
+        out = matmul(x, w, "float32")
+    print(num_wake_ups_at_rest() - before, zlib.crc32(out.tobytes()))
+"""
+
+
+def test_a_thread_that_computes_alone_wakes_no_other_thread_and_gets_the_same_bits() -> None:
+    process = run_python(ALONE_PROGRAM, LLM_KERNELS_THREADS="3")
+    together, alone, again = [[int(number) for number in line.split()] for line in process.stdout.splitlines()]
+    assert together[0] > 0, process.stderr
+    assert alone[0] == 0
+    assert again[0] > 0
+    assert together[1] == alone[1] == again[1]
+
+
 def test_a_missing_library_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
     with pytest.raises(KernelsNotBuiltError, match=r"libllm_kernels.so is not built; run `python setup.py build_ext"):

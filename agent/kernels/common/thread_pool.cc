@@ -13,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "alone.h"
 #include "floating_point.h"
 #include "pause_cpu.h"
 
@@ -33,6 +34,7 @@ void futex_wake(std::atomic<uint32_t>* word, int count) {
 }
 
 std::atomic<bool> spinning{true};
+std::atomic<bool> alone{false};
 
 // Calls `done` in a loop until it returns true, for at most kSpinTime, or kAttentiveTime while `attentive` is set. If
 // spinning is not allowed, calls it only once. Returns the last result of `done`.
@@ -61,6 +63,8 @@ int clamp_threads(int wanted) {
   if (wanted <= 0) wanted = available_processors();
   return wanted < 1 ? 1 : wanted > kMaxThreads ? kMaxThreads : wanted;
 }
+
+bool runs_alone() { return alone.load(std::memory_order_relaxed); }
 
 // True while this thread runs a task. If a task starts another parallel loop, this thread runs the whole loop alone.
 thread_local bool inside_task = false;
@@ -91,7 +95,7 @@ class ThreadPool {
   void run(int64_t count, TaskFunction function, void* context) {
     const StandardFloatingPoint scope;
     std::unique_lock<std::mutex> lock(caller_, std::defer_lock);
-    if (inside_task || num_threads_ == 1 || count <= 1 || !lock.try_lock()) {
+    if (inside_task || runs_alone() || num_threads_ == 1 || count <= 1 || !lock.try_lock()) {
       for (int64_t i = 0; i < count; ++i) function(context, i);
       return;
     }
@@ -249,8 +253,7 @@ struct Scratch {
 void run_parallel(int64_t count, TaskFunction function, void* context) { pool().run(count, function, context); }
 
 void run_stretches(int64_t count, TaskFunction function, void* context) {
-  // This thread runs a task already, so it runs the new loop alone.
-  if (inside_task) return run_parallel(count, function, context);
+  if (inside_task || runs_alone()) return run_parallel(count, function, context);  // this thread makes all calls
   const int64_t threads = count < num_threads() ? count : num_threads();
   Stretch stretches[kMaxThreads];
   for (int64_t i = 0; i < threads; ++i) stretches[i].set(count * i / threads, count * (i + 1) / threads);
@@ -271,6 +274,8 @@ void set_attentive(bool attentive) { pool().set_attentive(attentive); }
 void set_spinning(bool allowed) { spinning.store(allowed, std::memory_order_relaxed); }
 
 bool may_spin() { return spinning.load(std::memory_order_relaxed); }
+
+void set_alone(bool is_alone) { alone.store(is_alone, std::memory_order_relaxed); }
 
 void* thread_scratch(int slot, int64_t bytes) {
   thread_local Scratch scratch;
