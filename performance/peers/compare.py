@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -50,6 +50,8 @@ class Peer:
     kind: str
     python: str
     model: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Further environment variables of this peer."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -127,7 +129,8 @@ def measure_peer(peer: Peer, parsed: argparse.Namespace) -> tuple[Rows, str | No
     command = [peer.python, str(FOLDER / f"{peer.kind}_driver.py"), json.dumps(request)]
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         try:
-            code = run_group(command, peer_environment(parsed.threads), output, parsed.timeout)
+            environment = {**peer_environment(parsed.threads), **peer.environment}
+            code = run_group(command, environment, output, parsed.timeout)
         except OSError as error:
             return {}, str(error)
         output.seek(0)

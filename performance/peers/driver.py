@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 Generate = Callable[[list[list[int]], int], None]
@@ -32,10 +33,16 @@ WARM_UP_TOKENS = 4
 """Maximum number of tokens that a sequence generates in the warm-up run."""
 MARK = "peer-result "
 """Prefix of the output lines that contain a result. All other lines come from the peer itself."""
+FORBIDS_AVX512 = "PEERS_FORBID_AVX512"
+"""Environment variable. If it is set, a driver fails if a thread used AVX-512 after the start of ``main``."""
+TASKS = Path("/proc/self/task")
+TOLERANCE_S = 0.1
+"""Maximum error of a thread's time of its last use of AVX-512."""
 
 
 def main(make_generate: MakeGenerate) -> None:
     """Measures the peer and prints a row per case. The parent process limits the threads by environment variables."""
+    started = time.monotonic()
     request = json.loads(sys.argv[1])
     cases = list(_cases(request))
     request["max_batch"] = max(batch for _, batch, _, _ in cases)
@@ -46,9 +53,31 @@ def main(make_generate: MakeGenerate) -> None:
     for case in cases:
         with _locked(request["lock"], fcntl.LOCK_EX):
             row = _measure(generate, case, request)
+        if os.environ.get(FORBIDS_AVX512):
+            _check_avx512(time.monotonic() - started)
         print(MARK + json.dumps(row), flush=True)
     sys.stdout.flush()
     os._exit(0)  # does not wait for threads of the peer
+
+
+def _check_avx512(seconds: float) -> None:
+    """Ends the process with an error if a thread used AVX-512 in the last ``seconds``.
+
+    Linux stores the time of a thread's last use when the thread stops running. A new thread starts with the time of the
+    thread that created it, so older times prove nothing.
+    """
+    files = list(TASKS.glob("*/arch_status"))
+    if not files:
+        sys.exit("this kernel does not report which threads use AVX-512, so the limit cannot be checked")
+    for file in files:
+        try:
+            text = file.read_text()
+        except OSError:  # the thread has ended
+            continue
+        for line in text.splitlines():
+            name, _, value = line.partition(":")
+            if name == "AVX512_elapsed_ms" and 0 <= int(value) < 1000.0 * (seconds - TOLERANCE_S):
+                sys.exit(f"a thread used AVX-512 {int(value)} ms ago, but this run is limited to older instructions")
 
 
 @contextlib.contextmanager

@@ -104,7 +104,8 @@ def test_a_peer_that_fails_does_not_end_the_comparison(
         order.append(next(setting for setting in settings if "weight_format" in setting))
         return {"batch 1": 20.0}
 
-    def environment(folder, kind):
+    def environment(folder, kind, isa):
+        assert isa is None
         if kind == "openvino":
             raise LoadTestError("openvino: pip ended with 1: no network")
         return folder / kind
@@ -164,7 +165,7 @@ def test_a_disturbed_run_is_measured_once_more(tmp_path: Path, monkeypatch: pyte
         return {"batch 1": 10.0}
 
     monkeypatch.setattr(main, "find_gguf", lambda path: tmp_path / "model.gguf")
-    monkeypatch.setattr(main, "environment_python", lambda folder, kind: folder / kind)
+    monkeypatch.setattr(main, "environment_python", lambda folder, kind, isa: folder / kind)
     monkeypatch.setattr(main, "model_path", lambda folder, name, file, python_of: file)
     monkeypatch.setattr(main, "measure_theirs", theirs)
     monkeypatch.setattr(main, "measure_ours", lambda settings, parsed: {"batch 1": 20.0})
@@ -183,7 +184,7 @@ def test_this_server_reads_the_model_of_its_program(tmp_path: Path, monkeypatch:
         return {"batch 1": 20.0}
 
     monkeypatch.setattr(main, "find_gguf", lambda path: tmp_path / "model.gguf")
-    monkeypatch.setattr(main, "environment_python", lambda folder, kind: folder / kind)
+    monkeypatch.setattr(main, "environment_python", lambda folder, kind, isa: folder / kind)
     monkeypatch.setattr(main, "model_path", lambda folder, name, file, python_of: folder / name if name else file)
     monkeypatch.setattr(main, "measure_theirs", lambda peer, parsed: {"batch 1": 10.0})
     monkeypatch.setattr(main, "measure_ours", ours)

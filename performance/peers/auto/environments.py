@@ -1,6 +1,7 @@
 """Creates a virtual environment for each peer, with pinned packages.
 
 The packages come from pip's configured index. If the packages in this file change, the environment is created again.
+A peer that must be built for an instruction set has a second environment, for example ``llama_cpp_avx2``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 import venv
 from pathlib import Path
 
+from performance.peers.auto.instruction_sets import limited_build
 from performance.program import LoadTestError
 
 PACKAGES = {
@@ -41,30 +43,33 @@ crashes with AMX.
 STAMP = "packages.txt"
 
 
-def environment_python(folder: Path, kind: str) -> Path:
+def environment_python(folder: Path, kind: str, isa: str | None = None) -> Path:
     """Creates a peer's environment if necessary, and returns the path of its Python.
 
-    Raises LoadTestError with the last line of pip's output if the packages cannot be installed.
+    ``isa`` is the instruction set that the peer is limited to. Raises LoadTestError with the last line of pip's output
+    if the packages cannot be installed.
     """
-    place, packages = folder / kind, PACKAGES[kind]
+    packages, limited = PACKAGES[kind], limited_build(isa, kind)
+    name, build = (kind, BUILD.get(kind, {})) if limited is None else (f"{kind}_{isa}", limited)
+    place = folder / name
     python, stamp = place / "bin" / "python", place / STAMP
     if stamp.is_file() and stamp.read_text(encoding="utf-8").split() == list(packages):
         return python
     shutil.rmtree(place, ignore_errors=True)
-    print(f"{kind}: installing {', '.join(packages)} into {place}", file=sys.stderr, flush=True)
+    print(f"{name}: installing {', '.join(packages)} into {place}", file=sys.stderr, flush=True)
     venv.create(place, with_pip=True)
     pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
-    log = folder / f"{kind}-pip.log"
+    cache = ["--no-cache-dir"] if build else []  # pip's cache may have a wheel that was built with other variables
+    log = folder / f"{name}-pip.log"
     with log.open("wb") as output:
-        for command in ([*pip, "install", *packages], [*pip, "uninstall", "--yes", *UNUSED]):
-            environment = os.environ | BUILD.get(kind, {})
+        for command in ([*pip, "install", *cache, *packages], [*pip, "uninstall", "--yes", *UNUSED]):
             code = subprocess.run(
-                command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False
+                command, env=os.environ | build, stdout=output, stderr=subprocess.STDOUT, check=False
             ).returncode
             if code != 0:
                 break
     if code != 0:
         last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
-        raise LoadTestError(f"{kind}: pip ended with {code}: {last}; all of its output is in {log}")
+        raise LoadTestError(f"{name}: pip ended with {code}: {last}; all of its output is in {log}")
     stamp.write_text("\n".join(packages) + "\n", encoding="utf-8")
     return python

@@ -23,11 +23,11 @@ _GAP, _CHARACTER = 6, 7
 """Space between a bar and its numbers, and the maximum width of a character, in pixels."""
 
 
-def write_picture(path: Path, comparisons: Mapping[str, Comparison]) -> None:
-    """Writes the picture, and its numbers into a JSON file of the same name."""
+def write_picture(path: Path, comparisons: Mapping[str, Comparison], isa: str | None = None) -> None:
+    """Writes the picture, and its numbers into a JSON file of the same name. ``isa`` is as in ``draw``."""
     numbers = {precision: asdict(each) for precision, each in comparisons.items()}
     numbers_path(path).write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
-    path.write_text(draw(comparisons), encoding="utf-8")
+    path.write_text(draw(comparisons, isa), encoding="utf-8")
 
 
 def numbers_path(path: Path) -> Path:
@@ -45,14 +45,15 @@ def read_comparisons(text: str) -> dict[str, Comparison]:
     return {precision: comparison(fields) for precision, fields in json.loads(text).items()}
 
 
-def draw(comparisons: Mapping[str, Comparison]) -> str:
+def draw(comparisons: Mapping[str, Comparison], isa: str | None = None) -> str:
     """Returns the picture as SVG. The picture names the peers of each precision, and the peers that are missing from
-    all or some bars.
+    all or some bars. It also names the instruction set ``isa`` that all programs were limited to.
     """
     most = max([MIN_SCALE, *(span.largest for each in comparisons.values() for span in each.spans.values())])
     width = _LEFT + max([int((most + 0.55) * _UNIT), *map(_width, comparisons.values())])
     height = _TOP + sum(_height(each) for each in comparisons.values())
-    title = "tokens per second / those of the fastest peer that was measured; bars span all rounds"
+    limit = "that was measured" if isa is None else f"(all with {isa})"
+    title = f"tokens per second / those of the fastest peer {limit}; bars span all rounds"
     parts = [svg_text(_LEFT, 22, title, "start", 13)]
     for tick in (0.5 * number for number in range(1, int(2 * most) + 1)):
         x = _LEFT + int(tick * _UNIT)

@@ -68,8 +68,12 @@ def peers_of(rounds: Sequence[Round], programs: Sequence[Program], ours: Program
     )
 
 
-def table(rounds: Sequence[Round], programs: Sequence[Program]) -> str:
-    """Returns two tables: the median rate of each program, and our ratios to each peer with their range."""
+def table(rounds: Sequence[Round], programs: Sequence[Program], isa: str | None = None) -> str:
+    """Returns two tables: the median rate of each program, and our ratios to each peer with their range.
+
+    The tables name the instruction set ``isa`` that all programs were limited to.
+    """
+    limit = "" if isa is None else f" with {isa}"
     rows = list(dict.fromkeys(row for each in rounds for rates in each.values() for row in rates))
     rates = []
     for program in programs:
@@ -86,7 +90,10 @@ def table(rounds: Sequence[Round], programs: Sequence[Program]) -> str:
             [f"{ours.name} / the fastest", *(_range(ratios_to_fastest(rounds, programs, ours, row)) for row in rows)]
         )
     return "\n\n".join(
-        (format_table(["tokens/s (median)", *rows], rates), format_table(["ratio (smallest to largest)", *rows], lines))
+        (
+            format_table([f"tokens/s{limit} (median)", *rows], rates),
+            format_table([f"ratio{limit} (smallest to largest)", *rows], lines),
+        )
     )
 
 
