@@ -51,8 +51,13 @@ LIMITS = {
                 **_C_LIBRARY,
                 **_NUMPY,
             },
-            # vLLM keeps compiled code in this folder, which would otherwise have AVX-512
-            "vllm": {"VLLM_CACHE_ROOT": "{folder}/vllm_avx2_cache", FORBIDS_AVX512: "1", **_C_LIBRARY},
+            # vLLM keeps compiled code in these folders. Its usual folders may have code with AVX-512
+            "vllm": {
+                "VLLM_CACHE_ROOT": "{folder}/vllm_avx2_cache",
+                "TORCHINDUCTOR_CACHE_DIR": "{folder}/vllm_avx2_cache/inductor",
+                FORBIDS_AVX512: "1",
+                **_C_LIBRARY,
+            },
         },
         builds={
             "llama_cpp": {
