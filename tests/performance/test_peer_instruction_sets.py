@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,12 @@ import json
 from numpy.core._multiarray_umath import __cpu_features__ as features
 print(json.dumps({name: features[name] for name in ("AVX2", "FMA3", "AVX512F", "AVX512_SKX")}))
 """
+REPLACE_HANDLER = f"""
+import ctypes, faulthandler
+faulthandler.enable()
+ctypes.CDLL(None).signal({int(signal.SIGSEGV)}, None)
+"""
+"""Replaces the handler of the signal with the two functions of the C library, as programs do that print a traceback."""
 DRIVER = """
 import os, sys
 import driver
@@ -245,7 +252,7 @@ def test_the_library_hides_newer_instructions_from_a_program_and_its_children(tm
     seen = {}
     for name, variables, code in (
         ("all", dict(os.environ), FEATURES),
-        ("limited", environment, f"import faulthandler; faulthandler.enable()\n{FEATURES}"),
+        ("limited", environment, f"{REPLACE_HANDLER}{FEATURES}"),
         ("child", environment, start),
     ):
         done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)

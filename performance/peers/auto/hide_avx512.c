@@ -18,6 +18,7 @@
 #define ARCH_SET_CPUID 0x1012
 #define BIT(number) (1u << (number))
 
+typedef void (*SignalHandler)(int);
 typedef int (*SigactionFunction)(int, const struct sigaction*, struct sigaction*);
 
 /* Bits of CPUID's leaf 7. Subleaf 0 has AVX-512 and AMX. Subleaf 1 has AVX-VNNI, and what came later. */
@@ -63,6 +64,12 @@ int sigaction(int number, const struct sigaction* action, struct sigaction* prev
   if (number != SIGSEGV || action == NULL) return real_sigaction()(number, action, previous);
   if (previous != NULL) memset(previous, 0, sizeof *previous);
   return 0;
+}
+
+/* Replaces the older function of the C library in the same way. Some libraries of vLLM's packages call it. */
+SignalHandler signal(int number, SignalHandler handler) {
+  if (number == SIGSEGV) return SIG_DFL;
+  return ((SignalHandler(*)(int, SignalHandler))(uintptr_t)dlsym(RTLD_NEXT, "signal"))(number, handler);
 }
 
 __attribute__((constructor)) static void start(void) {

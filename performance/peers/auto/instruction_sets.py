@@ -37,11 +37,12 @@ class Limit:
 
 
 _C_LIBRARY = {"GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX512F,-AVX512VL,-AVX512BW,-AVX512DQ,-AVX512CD"}
-_NUMPY = {"NPY_DISABLE_CPU_FEATURES": "X86_V4 AVX512_ICL AVX512_SPR"}
+_NUMPY = {"NPY_DISABLE_CPU_FEATURES": "AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL AVX512_SPR X86_V4"}
+"""The features have other names since numpy 2.4. A version ignores names that it does not know."""
 LIMITS = {
     "avx2": Limit(
         environments={
-            "ours": {"LLM_KERNELS_ISA": "avx2", **_C_LIBRARY},
+            "ours": {"LLM_KERNELS_ISA": "avx2", **_C_LIBRARY, **_NUMPY},
             "llama_cpp": {FORBIDS_AVX512: "1", **_C_LIBRARY, **_NUMPY},
             # OV_CPU_MAX_ISA limits OpenVINO's own kernels, and the other variable limits those of oneDNN
             "openvino": {
