@@ -70,19 +70,33 @@ class LightKeys(Stateful):
         """Number of waiting and running requests of each tenant."""
         self._limit = 0
         """Maximum number of requests of a light key. 0 if no key is light."""
+        self._has_light = False
+        """True if a light key has a request, by ``_counts``."""
+        self._counted: tuple[int, int] | None = None
+        """Number of changes of the running and of the waiting sequences when ``_counts`` was computed."""
 
     def look(self, now: float) -> bool:
-        """Counts the requests of each tenant. Returns True if a light key had a request within ``MEMORY_S`` seconds."""
+        """Counts the requests of each tenant. Returns True if a light key had a request within ``MEMORY_S`` seconds.
+
+        Costs O(1) if no request has come, started, stopped or left since the last call, otherwise O(n).
+        """
         state = self._state
-        intake = state.intake
-        if not self._is_on or not intake.has_tenants:
+        if not self._is_on or not state.intake.has_tenants:
             return False
-        counts = self._counts = Counter(sequence.request.tenant for sequence in state.running)
-        counts.update(intake.shares.by_tenant)
-        self._limit = min(counts.total() // LIGHT_SHARE, max(counts.values(), default=0) // LARGEST_SHARE)
-        if any(count <= self._limit for count in counts.values()):
+        changes = (state.running.num_changes, state.intake.shares.num_changes)
+        if changes != self._counted:
+            self._counted = changes
+            self._count()
+        if self._has_light:
             self._last_seen = now
         return self.is_active(now)
+
+    def _count(self) -> None:
+        """Counts the requests of each tenant, and determines which of them are light keys."""
+        counts = self._counts = Counter(sequence.request.tenant for sequence in self._state.running)
+        counts.update(self._state.intake.shares.by_tenant)
+        self._limit = min(counts.total() // LIGHT_SHARE, max(counts.values(), default=0) // LARGEST_SHARE)
+        self._has_light = any(count <= self._limit for count in counts.values())
 
     def is_active(self, now: float) -> bool:
         """Returns True if a light key had a request within the last ``MEMORY_S`` seconds."""

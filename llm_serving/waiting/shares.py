@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 OVERFLOW = 2
-"""Maximum length of the queue, in multiples of its limit, when tenants below their share add requests to the full
-queue.
-"""
+"""Maximum length of the queue, as a multiple of its limit. Only tenants below their share may exceed the limit."""
 
 
 class WaitingShares:
@@ -20,17 +18,19 @@ class WaitingShares:
     def __init__(self) -> None:
         self.by_tenant: dict[str, int] = {}
         """Number of waiting requests of each tenant that has any."""
+        self.num_changes = 0
+        """Number of times that a request began or ceased to wait."""
 
     def enter(self, tenant: str) -> None:
         """Records that a request of ``tenant`` begins to wait."""
+        self.num_changes += 1
         self.by_tenant[tenant] = self.by_tenant.get(tenant, 0) + 1
 
     def leave(self, tenant: str) -> None:
         """Records that a request of ``tenant`` no longer waits."""
-        left = self.by_tenant[tenant] - 1
-        if left:
-            self.by_tenant[tenant] = left
-        else:
+        self.num_changes += 1
+        self.by_tenant[tenant] -= 1
+        if not self.by_tenant[tenant]:
             del self.by_tenant[tenant]
 
     def may_enter(self, tenant: str, limit: int, waiting: int) -> bool:

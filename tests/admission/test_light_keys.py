@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from llm_serving.admission.light_keys import LIGHT_SHARE, MAX_LIGHT_STREAK, MEMORY_S
+from llm_serving.admission.light_keys import LIGHT_SHARE, MAX_LIGHT_STREAK, MEMORY_S, LightKeys
 from llm_serving.flight.reader import read_recording
 from llm_serving.flight.state import RecordingCodec, ReplayCodec, restore_state
 from llm_serving.request import Request
@@ -343,6 +344,37 @@ def test_random_runs_lose_no_request_row_or_block(policy: Policy, seed: int) -> 
     simulation = Simulation(limits)
     random_run(simulation, mixed_requests(rng), rng, aborts=0.02)
     assert simulation.scheduler.is_idle
+
+
+def test_requests_are_counted_only_after_a_change_and_the_counts_are_always_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    look, num_counted = LightKeys.look, 0
+    count = LightKeys._count
+
+    def checked_look(self: LightKeys, now: float) -> bool:
+        result = look(self, now)
+        state = self._state
+        live = [sequence.request.tenant for sequence in state.running]
+        assert self._counts == Counter(live) + Counter(state.intake.shares.by_tenant)
+        return result
+
+    def noted_count(self: LightKeys) -> None:
+        nonlocal num_counted
+        num_counted += 1
+        count(self)
+
+    monkeypatch.setattr(LightKeys, "look", checked_look)
+    monkeypatch.setattr(LightKeys, "_count", noted_count)
+    rng = random.Random(4)
+    simulation = Simulation(make_limits(policy=Policy.SLO, num_blocks=90, max_num_seqs=8, decode_batch_size=8))
+    random_run(simulation, mixed_requests(rng), rng, aborts=0.05)
+    assert num_counted > 100
+    before = num_counted
+    simulation.add(*heavy_later(20))
+    for _ in range(30):
+        simulation.schedule()
+    assert num_counted - before <= 4
 
 
 @pytest.mark.parametrize("chunk_tokens", [8, 64])
