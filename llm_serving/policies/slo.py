@@ -24,7 +24,7 @@ Budget
 
 Order
     Requests start in the order of ``SloOrder``. Unfinished prompts that are on time continue before new requests start,
-    and late prompts continue after them. In every ``LATE_SHARE``-th step, late prompts come first.
+    and late prompts continue after them. In every ``LATE_STEPS``-th step, late prompts come first.
 
 Load
     A request starts only if the decoding sequences can still keep their time between tokens afterwards. A request that
@@ -52,10 +52,14 @@ from llm_serving.scheduler.output import ScheduledStep, StepKind, StepReason, St
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.state import SchedulerState
 from llm_serving.step_costs.cost_model import StepCostModel, step_counts
-from llm_serving.waiting.slo_order import LATE_SHARE, SloOrder
+from llm_serving.waiting.slo_order import SloOrder
 
 LONGEST_STEP = 2.0
 """Maximum time of a step while sequences decode, as a multiple of the objective for the time between tokens."""
+
+LATE_STEPS = 32
+"""In one of this number of steps, prompts that are late come first. So they make progress, and leave their batch rows.
+"""
 
 MIN_LEAD_S = 0.002
 """Minimum seconds from sending a step to the expected end of the running step.
@@ -130,7 +134,7 @@ class Slo(MixedPolicy):
             now,
             StepReason.BUDGET_CUT,
             starts=self._starts,
-            late=self._late(now) if self._num_steps % LATE_SHARE else frozenset(),
+            late=self._late(now) if self._num_steps % LATE_STEPS else frozenset(),
         )
 
     def step_completed(self, step: ScheduledStep, result: StepResult) -> None:

@@ -27,8 +27,12 @@ from llm_serving.scheduler.limits import Policy, SchedulerLimits
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.waiting.queue_order import DEFAULT_AGEING_S, FairQueue, KeyedHeap, QueueOrder
 
-LATE_SHARE = 32
-"""While late requests wait, at least one in every ``LATE_SHARE`` starts is the start of a late request."""
+LATE_SHARE = 128
+"""While late requests wait, at least one in every ``LATE_SHARE`` starts is the start of a late request.
+
+This start takes the place of a request that would be on time. So under a lasting overload, the goodput is lower by
+``1 / LATE_SHARE``.
+"""
 
 DEFAULT_MARGIN = 0.1
 """Fraction of the objective that is reserved for errors of the estimated prefill time."""

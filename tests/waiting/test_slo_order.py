@@ -103,7 +103,7 @@ def test_the_estimate_decides_which_requests_are_late() -> None:
 def test_late_requests_get_their_fraction_of_the_starts() -> None:
     new, order = Arrivals(), make_order()
     late = [new.next(ttft_objective=1.0) for _ in range(3)]
-    on_time = [new.next(ttft_objective=1000.0) for _ in range(100)]
+    on_time = [new.next(ttft_objective=1000.0) for _ in range(3 * LATE_SHARE)]
     started = start_all(fill(order, late + on_time), 5.0)
     places = [started.index(sequence.arrival_index) for sequence in late]
     assert places == [LATE_SHARE - 1, 2 * LATE_SHARE - 1, 3 * LATE_SHARE - 1]
@@ -126,6 +126,20 @@ def test_a_late_request_waits_for_a_limited_number_of_starts() -> None:
             order.start(first)
             waited = 0 if order.num_late < late or not late else waited + 1
             assert waited < LATE_SHARE
+
+
+def test_late_requests_take_less_than_a_hundredth_of_the_starts_of_an_overload() -> None:
+    """Twice as many requests arrive as can start, so half of them become late. Each late start costs goodput."""
+    new, order, num_late, num_starts = Arrivals(), make_order(), 0, 1500
+    for step in range(num_starts):
+        now = step * 0.01
+        for _ in range(2):
+            order.add(new.next(arrival=now, ttft_objective=1.0))
+        first = order.first(now)
+        num_late += order.is_late(first)
+        order.start(first)
+    assert order.num_late > num_starts / 4
+    assert 0 < num_late < num_starts / 100
 
 
 def test_a_tenant_with_many_requests_does_not_make_others_late() -> None:
