@@ -2,7 +2,8 @@
 
 Server and client share the cores, so this client does only the work that the measured figures need. It makes the bytes
 of all requests before the run. From a response it reads only the status, the times of the first and last event, and the
-end.
+end. Events after the first one do not wake the client. It reads them in intervals, because the kernel notes when bytes
+arrive.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from performance.load.workload import token_workload
 from performance.program import LoadTestError, Range
 
 TICK_S = 0.001
-"""The client sends all due requests once per this period, in seconds."""
+"""Minimum seconds between two times at which the client sends the due requests."""
+SWEEP_S = 0.05
+"""Seconds after which the client reads all streams again whose first event has arrived."""
 PREPARED = 256
 """Number of different requests that are prepared for each key. The client sends them repeatedly, in the same order."""
 VOCABULARY = 1000
@@ -142,6 +145,9 @@ class _Flood:
         self._idle: deque[_Connection] = deque()
         self._open: set[_Connection] = set()
         self._opening: set[asyncio.Task[None]] = set()
+        self._streams: set[_Connection] = set()
+        """Connections with a response whose first event has arrived. The event loop does not watch their sockets."""
+        self._next_sweep = 0.0
         self.failures: list[str] = []
 
     async def run(self, loads: Sequence[KeyLoad], duration_s: float, seed: int) -> FloodRun:
@@ -157,7 +163,10 @@ class _Flood:
                     request = next(requests[key])
                     results.append(Result(key, start + due, request.max_tokens))
                     self._send(results[-1], request.data)
-                await asyncio.sleep(TICK_S)
+                self._sweep()
+                if arrivals:
+                    wakeup = min(start + arrivals[0][0], self._next_sweep)
+                    await asyncio.sleep(max(TICK_S, wakeup - perf_counter()))
             await self._drain(results)
             cpu = process_time() - cpu
         for connection in list(self._open):
@@ -168,14 +177,20 @@ class _Flood:
 
     def release(self, connection: _Connection, *, reusable: bool) -> None:
         """Called after a response. Adds the connection to the idle connections if ``reusable``, otherwise closes it."""
+        self._streams.discard(connection)
         if reusable:
             self._idle.append(connection)
         else:
             connection.close()
 
+    def streams(self, connection: _Connection) -> None:
+        """Called at the first event of a response. From now on, ``_sweep`` reads the response."""
+        self._streams.add(connection)
+
     def forget(self, connection: _Connection) -> None:
         """Removes a closed connection."""
         self._open.discard(connection)
+        self._streams.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
 
@@ -200,7 +215,17 @@ class _Flood:
     async def _drain(self, results: Sequence[Result]) -> None:
         until = perf_counter() + DRAIN_S
         while perf_counter() < until and any(one.end is None for one in results) and not self.failures:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(SWEEP_S)
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Reads all streams, if ``SWEEP_S`` seconds have passed since they were read."""
+        now = perf_counter()
+        if now < self._next_sweep:
+            return
+        self._next_sweep = now + SWEEP_S
+        for connection in list(self._streams):
+            connection.read()
 
     def _check(self, results: Sequence[Result]) -> None:
         unfinished = sum(one.end is None for one in results)
@@ -246,6 +271,10 @@ class _Connection:
         result.sent = perf_counter()
         self.socket.write(data)
 
+    def read(self) -> None:
+        if self.socket is not None:
+            self.socket.read()
+
     def close(self) -> None:
         if self.socket is not None:
             self.socket.close()
@@ -287,6 +316,8 @@ class _Connection:
             return
         if result.first is None:
             result.first = now
+            self._watch(is_watched=False)
+            self._flood.streams(self)
         if b'"error":{' in data:
             result.code = f"error in a stream: {_code(data)}"
         self._data = (self._data + data)[-len(_END) :]
@@ -296,7 +327,12 @@ class _Connection:
     def _done(self, result: Result, now: float, *, reusable: bool) -> None:
         result.end = now
         self._result = None
+        self._watch(is_watched=True)
         self._flood.release(self, reusable=reusable)
+
+    def _watch(self, *, is_watched: bool) -> None:
+        if self.socket is not None:
+            self.socket.watch(is_watched=is_watched)
 
 
 def _code(body: bytes) -> str:

@@ -47,9 +47,10 @@ class TimedSocket:
         self._user = user
         self._unsent = b""
         self.is_open = True
+        self._is_watched = True
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         request_time_stamps(sock)
-        self._loop.add_reader(sock, self._read)
+        self._loop.add_reader(sock, self.read)
 
     @classmethod
     async def connect(cls, host: str, port: int, user: SocketUser) -> TimedSocket:
@@ -89,6 +90,19 @@ class TimedSocket:
             self._unsent = data[sent:]
             self._loop.add_writer(self._socket, self._write_rest)
 
+    def watch(self, *, is_watched: bool) -> None:
+        """Sets whether arriving bytes wake the event loop, which then reads them. Otherwise, only ``read`` reads them.
+
+        If the system cannot tell when bytes arrived, the socket is always watched.
+        """
+        if is_watched == self._is_watched or not self.is_open or not _HAS_TIMESTAMPS:
+            return
+        self._is_watched = is_watched
+        if is_watched:
+            self._loop.add_reader(self._socket, self.read)
+        else:
+            self._loop.remove_reader(self._socket)
+
     def close(self) -> None:
         """Closes the socket immediately and drops unsent data."""
         if self.is_open:
@@ -102,7 +116,11 @@ class TimedSocket:
         self._loop.remove_writer(self._socket)
         self.write(data)
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Reads the bytes that have arrived, if there are any, and passes them to the ``SocketUser``.
+
+        If several pieces have arrived, their arrival time is that of the last one.
+        """
         try:
             data, ancillary, _, _ = self._socket.recvmsg(_READ_BYTES, ANCILLARY_BYTES)
         except (BlockingIOError, InterruptedError):

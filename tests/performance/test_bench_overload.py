@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -149,6 +150,43 @@ def test_a_response_in_pieces_is_read_like_a_whole_one() -> None:
         streamed = asyncio.run(results(stream, size))
         assert len(streamed) == 4
         assert all(one.status == 200 and one.first is not None and one.end is not None for one in streamed)
+
+
+def test_the_events_of_a_stream_do_not_wake_the_client_and_the_end_has_the_time_of_its_arrival(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flood, "SWEEP_S", 0.3)
+    num_reads, ends = 0, []
+    received = flood._Connection.received
+
+    def counted(self: flood._Connection, data: bytes, now: float) -> None:
+        nonlocal num_reads
+        num_reads += 1
+        received(self, data, now)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(1 << 16):
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n6\r\ndata:\n\r\n")
+            for _ in range(20):
+                await asyncio.sleep(0.001)
+                writer.write(b"6\r\ndata:\n\r\n")
+            writer.write(b"0\r\n\r\n")
+            ends.append(perf_counter())
+        writer.close()
+
+    async def run() -> list[Result]:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        endpoint = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
+        load = [KeyLoad("one", "secret", 5.0)]
+        found = await flood._Flood(endpoint, "m", Lengths((4, 4), (4, 4))).run(load, 0.2, 0)
+        server.close()
+        return found.results
+
+    monkeypatch.setattr(flood._Connection, "received", counted)
+    [result] = asyncio.run(run())
+    assert num_reads <= 3  # the first event, perhaps some events in the first interval, and the others
+    assert result.end is not None
+    assert result.end <= ends[0] + 0.05
 
 
 def test_memory_includes_all_descendant_processes() -> None:

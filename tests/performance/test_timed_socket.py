@@ -59,6 +59,34 @@ def test_a_busy_event_loop_does_not_delay_arrival() -> None:
     asyncio.run(run())
 
 
+def test_a_socket_that_is_not_watched_is_read_on_demand_and_knows_the_arrival() -> None:
+    async def run() -> None:
+        timed, user, peer = await _connected()
+        await asyncio.sleep(0.1)  # see above
+        timed.watch(is_watched=False)
+        with peer:
+            peer.sendall(b"first")
+            await asyncio.sleep(0)
+            peer.sendall(b"last")
+            sent = perf_counter()
+            await asyncio.sleep(0.2)
+            assert user.data == []
+            timed.read()
+            timed.read()  # nothing has arrived since
+            [(data, arrival)] = user.data
+            assert data == b"firstlast"
+            assert arrival <= sent + 0.05
+            user.has_data.clear()
+            timed.watch(is_watched=True)
+            peer.sendall(b"more")
+            await user.has_data.wait()
+        timed.close()
+        timed.watch(is_watched=False)
+        assert [data for data, _ in user.data] == [b"firstlast", b"more"]
+
+    asyncio.run(run())
+
+
 def test_bytes_that_the_socket_does_not_accept_are_written_later() -> None:
     async def run() -> None:
         timed, user, peer = await _connected()
