@@ -3,7 +3,8 @@
 The program starts a server with several API keys. Light keys send a few requests per second. Heavy keys send the
 overload. The goodput is the number of requests per second that meet their objectives. First the program searches for
 the request rate with the largest goodput, the rate of the peak. It doubles the rate until the goodput is clearly below
-the rate. Then it measures several rates around this goodput.
+the rate. Then it measures several rates around this goodput. The goodput leaves out the beginning of a load: at least
+two seconds, and as many as a response takes, because few responses end in this time.
 
 The largest of several measured goodputs is too large on average, because chance has raised it. So the search only
 finds the rate. Then --rounds rounds follow, each with three loads of --duration seconds:
@@ -69,7 +70,9 @@ PERCENTS = (("p50", 50), ("p99", 99), ("p99.9", 99.9), ("max", 100))
 MEMORY_INTERVAL_S = 1.0
 """Seconds between two readings of the server's memory."""
 SETTLE_S = 2.0
-"""Seconds at the start of a load that are left out of its goodput."""
+"""Minimum seconds at the start of a load that are left out of its goodput."""
+SETTLES_PER_LOAD = 4
+"""Minimum duration of a load of the search, as a multiple of the seconds that are left out of its goodput."""
 KEY_FILE_TIMEOUT_S = 20.0
 """Maximum seconds until the server has read the new key file."""
 LIGHT_KEYS = 2
@@ -172,6 +175,12 @@ class Round:
 class Study:
     """Runs the loads of one measurement, one after the other."""
 
+    _settle_s = SETTLE_S
+    """Seconds at the start of a load that are left out of its goodput: as long as almost every response takes.
+
+    Before this time, fewer responses end than the server can complete in the long run.
+    """
+
     def __init__(self, parsed: argparse.Namespace, endpoint: Endpoint, keys: Keys) -> None:
         self._parsed = parsed
         self._endpoint = endpoint
@@ -183,7 +192,7 @@ class Study:
     def run(self) -> dict[str, Any]:
         """Sends the loads of the benchmark and returns its figures as a JSON object."""
         parsed = self._parsed
-        self._load([self._keys.load("peak", parsed.warm_up_rate)], parsed.peak_duration / 2)
+        self._warm_up()
         rows = self._peak_rows()
         best = max(rows, key=lambda row: float(row["goodput_per_s"]))
         self._limit_heavy_keys(best["goodput_per_s"])
@@ -208,6 +217,11 @@ class Study:
             },
             "goals": _goals(figures),
         }  # fmt: skip
+
+    def _warm_up(self) -> None:
+        """Sends the first load. Its responses show how many seconds at the start of a load must be left out."""
+        run = self._load([self._keys.load("peak", self._parsed.warm_up_rate)], self._parsed.peak_duration / 2)
+        self._settle_s = max(SETTLE_S, _stream_s(run))
 
     def _round(self, number: int, peak_rate: float) -> Round:
         """Sends the loads of one round: the peak first in even rounds, last in odd rounds."""
@@ -246,17 +260,18 @@ class Study:
         parsed = self._parsed
         if parsed.rates is not None:
             return [self._peak_row(rate, parsed.peak_duration) for rate in parsed.rates]
-        rate = parsed.warm_up_rate
+        rate, shortest = parsed.warm_up_rate, SETTLES_PER_LOAD * self._settle_s
         while True:
-            goodput = self._peak_row(rate, parsed.peak_duration / 2)["goodput_per_s"]
+            goodput = self._peak_row(rate, max(parsed.peak_duration / 2, shortest))["goodput_per_s"]
             if goodput < KEPT_SHARE * rate:
                 break
             rate *= 2
-        rows = [self._peak_row(step * goodput, parsed.peak_duration) for step in PEAK_STEPS]
+        duration_s = max(parsed.peak_duration, shortest)
+        rows = [self._peak_row(step * goodput, duration_s) for step in PEAK_STEPS]
         for _ in range(MAX_FURTHER_STEPS):
             if rows[-1]["goodput_per_s"] < max(row["goodput_per_s"] for row in rows):
                 break
-            rows.append(self._peak_row(rows[-1]["rate"] * PEAK_STEPS[2], parsed.peak_duration))
+            rows.append(self._peak_row(rows[-1]["rate"] * PEAK_STEPS[2], duration_s))
         return rows
 
     def _peak_row(self, rate: float, duration_s: float) -> dict[str, Any]:
@@ -266,7 +281,7 @@ class Study:
         return row
 
     def _goodput(self, run: FloodRun) -> float:
-        settle_s = min(SETTLE_S, run.duration_s / 4)
+        settle_s = min(self._settle_s, run.duration_s / SETTLES_PER_LOAD)
         return run.goodput(self._parsed.slo_ttft_ms, self._parsed.slo_tpot_ms, settle_s)
 
     def _limit_heavy_keys(self, peak: float) -> None:
@@ -334,6 +349,13 @@ def _goals(figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "light_refused": (refused, 0, refused == 0),
     }
     return {name: {"figure": figure, "limit": limit, "pass": passed} for name, (figure, limit, passed) in rows.items()}
+
+
+def _stream_s(run: FloodRun) -> float:
+    """Returns the 90th percentile of the seconds from the first to the last event of a response. 0 without responses.
+    """
+    times = sorted(one.end - one.first for one in run.results if one.first is not None and one.end is not None)
+    return percentile(times, 90) if times else 0.0
 
 
 def _ttfts(results: Sequence[Result]) -> list[float]:
@@ -408,7 +430,7 @@ _OPTIONS: tuple[tuple[str, Callable[[str], Any], Any, str, str], ...] = (
     ("--peak-duration", positive, 20.0, "S", "seconds at each rate of the search for the peak (default %(default)s)"),
     ("--factor", positive, 10.0, "F", "rate of the heavy keys, as a multiple of the peak's rate (default %(default)s)"),
     ("--rounds", parse_count, 3, "N", "number of rounds of three loads (default %(default)s)"),
-    ("--duration", positive, 30.0, "S", "seconds of each load of a round (default %(default)s)"),
+    ("--duration", positive, 60.0, "S", "seconds of each load of a round (default %(default)s)"),
     ("--light-share", positive, 0.05, "F", "rate of the light keys, as a fraction of the peak's (default %(default)s)"),
     ("--warm-up-rate", positive, 10.0, "R", "requests/s of the warm-up and of the first search (default %(default)s)"),
     ("--prompt-len", parse_range, (128, 384), "A:B", "tokens of a prompt, from A to B (default 128:384)"),

@@ -91,6 +91,32 @@ def test_the_peak_of_a_round_is_measured_in_the_round_and_the_median_of_the_shar
     assert study._figures([overload.Round(load(0), load(1), load(1), [], 0.0)])["goodput_share_of_peak"] == 0.0
 
 
+@pytest.mark.parametrize(("stream_s", "longest_s"), [(7.0, 28.0), (0.5, 20.0)])
+def test_the_peak_is_found_if_the_responses_take_long(stream_s: float, longest_s: float) -> None:
+    """A server completes six requests per second. In the first ``stream_s`` seconds of a load, no response ends."""
+    durations: list[float] = []
+
+    def load(loads: list[KeyLoad], duration_s: float) -> FloodRun:
+        rate = min(loads[0].rate, 6.0)
+        sent = [number / rate for number in range(int(rate * duration_s))]
+        served = [Result("peak", s, 101, sent=s, status=200, first=s + 0.2, end=s + 0.2 + stream_s) for s in sent]
+        refused = [Result("peak", 0.0, 101, status=429, end=0.1)]
+        durations.append(duration_s)
+        return FloodRun(served + refused, start=0.0, duration_s=duration_s, client_cpu_s=0.0, lateness_ms=[])
+
+    study = overload.Study.__new__(overload.Study)
+    study._parsed = argparse.Namespace(
+        slo_ttft_ms=1000.0, slo_tpot_ms=100.0, rates=None, warm_up_rate=10.0, peak_duration=20.0
+    )
+    study._keys = overload.Keys(Path(), {"peak": "secret"})
+    study._load = load  # type: ignore[assignment,method-assign]
+    study._warm_up()
+    best = max(study._peak_rows(), key=lambda row: float(row["goodput_per_s"]))
+    assert best["goodput_per_s"] == pytest.approx(6.0, abs=0.4)
+    assert 5.0 < best["rate"] < 9.0
+    assert max(durations) == longest_s
+
+
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_light_keys_alone_come_between_an_overload_and_a_peak(number: int) -> None:
     """The server keeps batch rows free for light keys after an overload."""
