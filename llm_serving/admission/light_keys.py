@@ -1,9 +1,12 @@
 """Light keys: API keys with few requests while other keys have many. Their first tokens do not wait for other keys.
 
-Each API key is a tenant of the waiting queue. A key is light if it has a running or waiting request, within two limits:
+Each API key is a tenant of the waiting queue. A key is light if it has a running or waiting request, within these
+limits:
 
 * It has at most ``1 / LIGHT_SHARE`` of the requests of all keys. A client cannot change this limit by spreading its
   requests over several keys.
+* Its requests are at most ``1 / RUNNING_SHARE`` of the running ones. Under a flood, most requests wait. So the first
+  limit alone would permit a key that always has a large part of the batch.
 * It has at most ``1 / LARGEST_SHARE`` of the requests of the key with the most requests. So no key is light among keys
   with similar loads.
 
@@ -39,6 +42,9 @@ from llm_serving.scheduler.state import SchedulerState
 
 LIGHT_SHARE = 16
 """A light key has at most ``1 / LIGHT_SHARE`` of the requests of all tenants."""
+
+RUNNING_SHARE = 9
+"""A light key has at most ``1 / RUNNING_SHARE`` as many requests as run."""
 
 LARGEST_SHARE = 4
 """A light key has at most ``1 / LARGEST_SHARE`` of the requests of the tenant with the most requests."""
@@ -93,9 +99,11 @@ class LightKeys(Stateful):
 
     def _count(self) -> None:
         """Counts the requests of each tenant, and determines which of them are light keys."""
-        counts = self._counts = Counter(sequence.request.tenant for sequence in self._state.running)
+        running = self._state.running
+        counts = self._counts = Counter(sequence.request.tenant for sequence in running)
         counts.update(self._state.intake.shares.by_tenant)
-        self._limit = min(counts.total() // LIGHT_SHARE, max(counts.values(), default=0) // LARGEST_SHARE)
+        largest = max(counts.values(), default=0)
+        self._limit = min(counts.total() // LIGHT_SHARE, len(running) // RUNNING_SHARE, largest // LARGEST_SHARE)
         self._has_light = any(count <= self._limit for count in counts.values())
 
     def is_active(self, now: float) -> bool:

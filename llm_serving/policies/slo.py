@@ -61,6 +61,10 @@ LATE_STEPS = 32
 """In one of this number of steps, prompts that are late come first. So they make progress, and leave their batch rows.
 """
 
+CATCH_UP_TOKENS = 16
+"""Number of tokens within which decoding sequences that are behind their objective catch up. Steps then take less time.
+"""
+
 MIN_LEAD_S = 0.002
 """Minimum seconds from sending a step to the expected end of the running step.
 
@@ -86,6 +90,8 @@ class _Pace:
     """Maximum time of the step if the mean time between tokens of each sequence stays within its objective."""
     longest_s: float
     """``LONGEST_STEP`` times the shortest objective of all decoding sequences. The step must not take longer."""
+    spare_s: float
+    """Mean seconds by which the decoding sequences are ahead of their objective. Infinity without these sequences."""
 
 
 class Slo(MixedPolicy):
@@ -94,7 +100,7 @@ class Slo(MixedPolicy):
     The policy composes a step when at most ``decode_steps_ahead`` steps are in flight.
     """
 
-    STATE = ("_num_steps", "_model", "_starts", "_runs_until", "_seconds_of_step", "_has_completed")
+    STATE = ("_num_steps", "_model", "_starts", "_runs_until", "_seconds_of_step", "_has_completed", "_spare_s")
 
     def __init__(self, state: SchedulerState, composer: MixedComposer) -> None:
         super().__init__(state, composer)
@@ -108,10 +114,14 @@ class Slo(MixedPolicy):
         """The expected duration of the last step that was sent."""
         self._has_completed = False
         """True if a step has completed since ``_runs_until`` was updated."""
+        self._spare_s = float("inf")
+        """``_Pace.spare_s`` of the last step with decoding sequences."""
 
     def next_step(self, now: float) -> ScheduledStep | None:
         step = self._light_step(self._light_tokens(), now)
-        if step is None and not self._has_enough_steps() and not self._waits_for_light_keys(now):
+        if step is not None:
+            self._spare_s -= self._seconds(step)
+        elif not self._has_enough_steps() and not self._waits_for_light_keys(now):
             step = self._paced_step(now)
         if step is not None:
             self._note_sent(step, now)
@@ -123,8 +133,10 @@ class Slo(MixedPolicy):
         self._num_steps += 1
         can_start = state.intake and state.running.num_free_rows
         if not (can_start or state.running.num_prefilling) or not self._model.is_known:
+            self._spare_s = float("inf")
             return self._mixed.mixed(limits.mixed_step_tokens, now, StepReason.BUDGET_SHARED)
         pace = self._pace(now)
+        self._spare_s = pace.spare_s
         budget = self._budget(pace, now)
         max_starts = self._max_starts(pace, now)
         self._starts.begin_step(max_starts, now)
@@ -182,8 +194,9 @@ class Slo(MixedPolicy):
         limits, model = self._state.limits, self._model
         if not model.is_known:
             return limits.mixed_step_tokens
-        tokens = model.prompt_tokens_within(LONGEST_STEP * limits.tbt_objective * (1.0 - _MARGIN), 0, 0)
-        return int(min(max(tokens, limits.mixed_step_tokens), limits.max_num_batched_tokens))
+        longest_s = LONGEST_STEP * limits.tbt_objective * (1.0 - _MARGIN)
+        tokens = model.prompt_tokens_within(min(longest_s, self._spare_s), 0, 0)
+        return int(min(max(tokens, 0.0), limits.max_num_batched_tokens))
 
     def _pace(self, now: float) -> _Pace:
         """Returns the limits for the time of the next step, in O(n) for n running sequences."""
@@ -194,19 +207,29 @@ class Slo(MixedPolicy):
                 num_decoding += 1
                 num_context += sequence.request.num_computed_tokens
         decode_s = self._model.seconds(num_decoding, num_context, 0)
-        begin = now + state.in_flight.num_compute_steps * decode_s
-        step_s = slack_s = longest_s = float("inf")
+        begin = now + sum(self._seconds(each.step) for each in state.in_flight if each.step.kind is not StepKind.MOVE)
+        step_s = slack_s = longest_s = spare_s = float("inf")
+        num_able, ahead_s, behind_s = 0, 0.0, 0.0
         for sequence in state.running:
             request = sequence.request
             if sequence.is_decoding and request.first_token_time is not None:
-                objective = self._tbt_objective(sequence) * (1.0 - _MARGIN)
+                limit = self._tbt_objective(sequence)
+                objective = limit * (1.0 - _MARGIN)
                 longest_s = min(longest_s, LONGEST_STEP * objective)
                 num_tokens = len(request.output_token_ids) + request.num_inflight_tokens
-                slack = request.first_token_time + num_tokens * objective - begin
-                if slack + (sequence.max_output_tokens - num_tokens) * (objective - decode_s) >= decode_s:
+                num_left = sequence.max_output_tokens - num_tokens
+                passed = begin - request.first_token_time
+                if num_tokens * limit - passed + num_left * (limit - decode_s) >= decode_s:
+                    slack = num_tokens * objective - passed
                     step_s = min(step_s, objective)
                     slack_s = min(slack_s, slack)
-        return _Pace(num_decoding, num_context, step_s, slack_s, longest_s)
+                    num_able += 1
+                    behind_s += objective - slack
+                    ahead_s += (num_tokens - 1) * limit - passed
+        if num_able:
+            step_s -= min(max(behind_s / num_able, 0.0) / CATCH_UP_TOKENS, step_s / 2)
+            spare_s = ahead_s / num_able
+        return _Pace(num_decoding, num_context, step_s, slack_s, longest_s, spare_s)
 
     def _budget(self, pace: _Pace, now: float) -> int:
         """Returns how many prompt tokens the next step may have."""

@@ -34,7 +34,7 @@ This start takes the place of a request that would be on time. So under a lastin
 ``1 / LATE_SHARE``.
 """
 
-DEFAULT_MARGIN = 0.1
+DEFAULT_MARGIN = 0.3
 """Fraction of the objective that is reserved for errors of the estimated prefill time."""
 
 _RELEARN = 0.125
