@@ -291,6 +291,71 @@ def test_steps_are_sent_late_for_light_keys_only_if_the_agent_keeps_the_order(fi
     assert (simulation.scheduler.next_wakeup(simulation.now) is None) == first
 
 
+class HiddenTime(TimedSimulation):
+    """A simulation in which the time between two steps is longer than the step by ``hidden``, a fraction of the step.
+
+    The agent does not report this time, for example because it waits for a processor core.
+    """
+
+    hidden = 0.2
+
+    def run(self) -> bool:
+        before = self.now
+        ran = super().run()
+        self.now += self.hidden * (self.now - before)
+        return ran
+
+
+def flood(simulation: Simulation, num_steps: int, *, output: int = 60, light: bool = False) -> list[Request]:
+    """Runs steps while requests of the key "heavy" always wait. Returns those of these requests that have ended.
+
+    With ``light``, a request of another light key arrives before each step.
+    """
+    requests: list[Request] = []
+    for step in range(num_steps):
+        while simulation.scheduler.figures.waiting < 8:
+            requests.append(make_request(f"h{len(requests)}", 100, output, arrival=simulation.now))
+            requests[-1].tenant = "heavy"
+            simulation.add(requests[-1])
+        if light and step > 20:
+            one = make_request(f"l{step}", 200, 1, arrival=simulation.now)
+            one.tenant = f"light{step}"
+            simulation.add(one)
+        simulation.step()
+    return [request for request in requests if request.is_finished]
+
+
+def per_token_s(request: Request) -> float:
+    assert request.first_token_time is not None
+    assert request.finish_time is not None
+    return (request.finish_time - request.first_token_time) / (len(request.output_token_ids) - 1)
+
+
+@pytest.mark.parametrize("hidden", [0.0, 0.1, 0.2])
+def test_the_pace_is_kept_if_the_time_between_steps_is_longer_than_a_step(hidden: float) -> None:
+    simulation = HiddenTime(slo_limits(tbt_objective=0.03, ttft_objective=1.0))
+    simulation.hidden = hidden
+    learn(simulation)
+    ended = flood(simulation, 500)
+    simulation.finish()
+    assert len(ended) > 100
+    late = [request.request_id for request in ended if per_token_s(request) > 0.03]
+    assert len(late) <= len(ended) / 50
+
+
+def test_steps_of_light_keys_leave_the_other_streams_their_pace() -> None:
+    """Light keys always send. A step of their own would take up to 54 ms, and the objective between tokens is 30 ms."""
+    simulation = timed(tbt_objective=0.03, ttft_objective=1.0, num_blocks=6000)
+    learn(simulation)
+    ended = flood(simulation, 600, light=True)
+    alone = [step for step in simulation.steps if all(one.tenant.startswith("light") for one in step.requests)]
+    simulation.finish()
+    assert len(ended) > 20
+    assert alone
+    late = [request.request_id for request in ended if per_token_s(request) > 0.03]
+    assert len(late) <= len(ended) / 10
+
+
 class FreePrompts(Simulation):
     """A simulation in which each decoding sequence of a step takes 100 us and prompts take no time."""
 
