@@ -15,6 +15,9 @@ Budget
        objective. The mean time between tokens of each sequence still stays within the objective. A step takes at most
        ``LONGEST_STEP`` times the objective.
 
+    The time between two tokens is longer than the step: other steps run between, and the agent waits for a processor.
+    So the decoding sequences may be behind their pace. Then the policy shortens the steps until they have caught up.
+
     The policy ignores sequences that cannot keep their objective any more. If all are ignored, prompts get at least the
     tokens that ``chunked`` gives them, within ``LONGEST_STEP``.
 
@@ -37,6 +40,9 @@ Light keys
     A single agent on a CPU runs the prefill step of a light key before queued steps (``runs_light_prefills_first``).
     Other agents keep the order of the steps. While light keys are active, the policy therefore sends a step to them
     only shortly before the running step is expected to end.
+
+    A step with only the prompts of light keys delays all decoding sequences. So it takes at most the time by which they
+    are ahead of their objective. If this is too short, the prompt of the light key is in a mixed step.
 
 Before the first measurements the policy works like ``chunked``.
 """
@@ -62,7 +68,8 @@ LATE_STEPS = 32
 """
 
 CATCH_UP_TOKENS = 16
-"""Number of tokens within which decoding sequences that are behind their objective catch up. Steps then take less time.
+"""If decoding sequences are behind their pace, steps are shortened. With the shorter steps, the sequences catch up
+within this number of tokens.
 """
 
 MIN_LEAD_S = 0.002
@@ -190,7 +197,9 @@ class Slo(MixedPolicy):
         return self._model.seconds(int(num_decoding), int(num_context), int(num_prompt_tokens))
 
     def _light_tokens(self) -> int:
-        """Returns the token budget of a prefill step for light keys only: as many tokens as fit ``LONGEST_STEP``."""
+        """Returns the token budget of a prefill step for light keys only: as many tokens as fit ``LONGEST_STEP`` and
+        the time by which decoding sequences are ahead. 0 if they are not ahead.
+        """
         limits, model = self._state.limits, self._model
         if not model.is_known:
             return limits.mixed_step_tokens

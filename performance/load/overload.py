@@ -444,7 +444,7 @@ _OPTIONS: tuple[tuple[str, Callable[[str], Any], Any, str, str], ...] = (
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = new_parser(__doc__, "llama_tiny_cpu.yaml", starts_servers=True)
+    parser = new_parser(__doc__, "smollm2_135m_cpu.yaml", starts_servers=True)
     for name, kind, default, metavar, text in _OPTIONS:
         parser.add_argument(name, type=kind, default=default, metavar=metavar, help=text)
     return parser

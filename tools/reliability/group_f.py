@@ -6,12 +6,17 @@ from tools.reliability.registry import Both, Check, Program, tests
 
 _OVERLOAD = ("performance/bench_overload.py",)
 """The program of the checks F1 and F4, which use figures of one run."""
+_OVERLOAD_TIMEOUT_S = 1800.0
+"""Maximum seconds of a run of this program, which usually takes a quarter of an hour."""
 
 CHECKS = (
     Check(
         "F1",
         "At ten times the load, goodput stays near its peak",
-        Program(_OVERLOAD, "goodput_share_of_peak", 0.95, file_option="--json", is_minimum=True, has_other_goals=True),
+        Program(
+            _OVERLOAD, "goodput_share_of_peak", 0.95, _OVERLOAD_TIMEOUT_S,
+            file_option="--json", is_minimum=True, has_other_goals=True,
+        ),
         "of the peak's goodput",
     ),
     Check(
@@ -38,7 +43,7 @@ CHECKS = (
         "A greedy client does not delay the others",
         Both(
             tests("waiting/test_fairness.py"),
-            Program(_OVERLOAD, "light_ttft_ratio", 1.5, file_option="--json", has_other_goals=True),
+            Program(_OVERLOAD, "light_ttft_ratio", 1.5, _OVERLOAD_TIMEOUT_S, file_option="--json", has_other_goals=True),
         ),
         "times the light keys' TTFT p99 without the others",
     ),
