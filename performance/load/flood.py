@@ -35,7 +35,7 @@ PREPARED = 256
 """Number of different requests that are prepared for each key. The client sends them repeatedly, in the same order."""
 VOCABULARY = 1000
 """Number of different tokens in prompts."""
-DRAIN_S = 30.0
+DRAIN_S = 90.0
 """Maximum number of seconds from the last request to the end of the last response."""
 OPEN_FILES = 16384
 """Limit of open files that the client sets for its process, if the system allows it."""

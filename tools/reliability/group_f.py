@@ -43,7 +43,9 @@ CHECKS = (
         "A greedy client does not delay the others",
         Both(
             tests("waiting/test_fairness.py"),
-            Program(_OVERLOAD, "light_ttft_ratio", 1.5, _OVERLOAD_TIMEOUT_S, file_option="--json", has_other_goals=True),
+            Program(
+                _OVERLOAD, "light_ttft_ratio", 1.5, _OVERLOAD_TIMEOUT_S, file_option="--json", has_other_goals=True
+            ),
         ),
         "times the light keys' TTFT p99 without the others",
     ),
