@@ -5,8 +5,8 @@ limits:
 
 * It has at most ``1 / LIGHT_SHARE`` of the requests of all keys. A client cannot change this limit by spreading its
   requests over several keys.
-* Its requests are at most ``1 / RUNNING_SHARE`` of the running ones. Under a flood, most requests wait. So the first
-  limit alone would permit a key that always has a large part of the batch.
+* It has at most ``1 / RUNNING_SHARE`` of the running requests. Under a flood, most requests wait. So the first limit
+  alone would permit a key that always has a large part of the batch.
 * It has at most ``1 / LARGEST_SHARE`` of the requests of the key with the most requests. So no key is light among keys
   with similar loads.
 
@@ -44,7 +44,7 @@ LIGHT_SHARE = 16
 """A light key has at most ``1 / LIGHT_SHARE`` of the requests of all tenants."""
 
 RUNNING_SHARE = 9
-"""A light key has at most ``1 / RUNNING_SHARE`` as many requests as run."""
+"""A light key has at most ``1 / RUNNING_SHARE`` of the running requests."""
 
 LARGEST_SHARE = 4
 """A light key has at most ``1 / LARGEST_SHARE`` of the requests of the tenant with the most requests."""
@@ -72,14 +72,10 @@ class LightKeys(Stateful):
         self._is_on = limits.fairness and limits.light_keys_first and limits.batching is BatchingStrategy.CONTINUOUS
         self._num_rows = max(1, limits.max_num_seqs // RESERVED_ROWS_SHARE) if limits.max_num_seqs > 1 else 0
         self._last_seen: float | None = None
-        self._counts: Counter[str] = Counter()
-        """Number of waiting and running requests of each tenant."""
-        self._limit = 0
-        """Maximum number of requests of a light key. 0 if no key is light."""
-        self._has_light = False
-        """True if a light key has a request, by ``_counts``."""
+        self._light: frozenset[str] = frozenset()
+        """The light keys."""
         self._counted: tuple[int, int] | None = None
-        """Number of changes of the running and of the waiting sequences when ``_counts`` was computed."""
+        """Number of changes of the running and of the waiting sequences when ``_light`` was computed."""
 
     def look(self, now: float) -> bool:
         """Counts the requests of each tenant. Returns True if a light key had a request within ``MEMORY_S`` seconds.
@@ -93,18 +89,19 @@ class LightKeys(Stateful):
         if changes != self._counted:
             self._counted = changes
             self._count()
-        if self._has_light:
+        if self._light:
             self._last_seen = now
         return self.is_active(now)
 
     def _count(self) -> None:
         """Counts the requests of each tenant, and determines which of them are light keys."""
-        running = self._state.running
-        counts = self._counts = Counter(sequence.request.tenant for sequence in running)
-        counts.update(self._state.intake.shares.by_tenant)
-        largest = max(counts.values(), default=0)
-        self._limit = min(counts.total() // LIGHT_SHARE, len(running) // RUNNING_SHARE, largest // LARGEST_SHARE)
-        self._has_light = any(count <= self._limit for count in counts.values())
+        running = Counter(sequence.request.tenant for sequence in self._state.running)
+        counts = running + Counter(self._state.intake.shares.by_tenant)
+        limit = min(counts.total() // LIGHT_SHARE, max(counts.values(), default=0) // LARGEST_SHARE)
+        limit_running = running.total() // RUNNING_SHARE
+        self._light = frozenset(
+            tenant for tenant, count in counts.items() if count <= limit and running[tenant] <= limit_running
+        )
 
     def is_active(self, now: float) -> bool:
         """Returns True if a light key had a request within the last ``MEMORY_S`` seconds."""
@@ -112,7 +109,7 @@ class LightKeys(Stateful):
 
     def is_light(self, sequence: Sequence) -> bool:
         """Returns True if the last call of ``look`` found that a sequence belongs to a light key."""
-        return 0 < self._counts[sequence.request.tenant] <= self._limit
+        return sequence.request.tenant in self._light
 
     def first(self, now: float) -> Sequence | None:
         """Returns the request of a light key that starts next. None if no light key waits, or if other requests go
@@ -121,9 +118,9 @@ class LightKeys(Stateful):
         Uses the counts of the last call of ``look``.
         """
         intake = self._state.intake
-        if not self._limit or not intake or intake.num_preempted:
+        if not self._light or not intake or intake.num_preempted:
             return None
-        light = [tenant for tenant in intake.shares.by_tenant if 0 < self._counts[tenant] <= self._limit]
+        light = [tenant for tenant in intake.shares.by_tenant if tenant in self._light]
         if not light:
             return None
         sequence = intake.order.first_of(light, now)

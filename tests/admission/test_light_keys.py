@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -375,9 +374,9 @@ def test_requests_are_counted_only_after_a_change_and_the_counts_are_always_righ
 
     def checked_look(self: LightKeys, now: float) -> bool:
         result = look(self, now)
-        state = self._state
-        live = [sequence.request.tenant for sequence in state.running]
-        assert self._counts == Counter(live) + Counter(state.intake.shares.by_tenant)
+        found = self._light
+        count(self)
+        assert self._light == found
         return result
 
     def noted_count(self: LightKeys) -> None:
