@@ -206,6 +206,10 @@ EARLY_IMPORTS = "gw3"
 # implementation when it is imported, which is too late if a test of the traces has imported protobuf before.
 os.environ["PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"] = "python"
 
+# NumPy's library of matrix products would start a thread for each core, in each process. Its threads wait in a loop, so
+# small products of several test processes would take three times the processor time.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 # A shell without job control starts background processes with SIGINT ignored, and their children inherit this. Tests
 # that interrupt a program would then wait in vain.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -46,7 +46,7 @@ any_dtype = st.sampled_from(sorted(DTYPES))
 any_geometry = st.sampled_from(GEOMETRIES)
 seeds = st.integers(0, 2**32 - 1)
 examples = settings(
-    max_examples=15, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=8, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
 
 
