@@ -123,7 +123,6 @@ def results_of(*recorded, problem=""):
         (("1", "2.5"), "failure: it broke", (False, 2.5, 0)),
         (("0 of 400", "2 of 12"), "", (True, 2, 412)),
         (("2 of 400", "2 of 12"), "", (False, 4, 412)),
-        (("5 of 5", "-5 of 5"), "", (False, 0, 10)),
         (("0 of 0",), "", (False, None, 0)),
         ((), "", (False, None, 0)),
     ],
@@ -135,8 +134,27 @@ def test_the_figure_of_tests_is_the_largest_number_or_the_sum_of_counts(recorded
     assert ("no test measured x" in outcome.reason) == (expected[1] is None)
 
 
-@pytest.mark.parametrize("recorded", [("nan", "1"), ("1", "nan"), ("nan of 4", "0 of 4")])
-def test_a_figure_that_is_no_number_fails_its_check(recorded):
+@pytest.mark.parametrize(
+    ("recorded", "reason"),
+    [
+        (("nan", "1"), "x: a test recorded 'nan'"),
+        (("1", "nan"), "x: a test recorded 'nan'"),
+        (("-inf",), "x: a test recorded '-inf'"),
+        (("nan of 4", "0 of 4"), "x: a test recorded 'nan of 4'"),
+        (("True",), "x: a test recorded 'True', which is neither a number nor a count like '2 of 412'"),
+        (("0 of 4", "2 of many"), "x: a test recorded '2 of many'"),
+        (("0.5 of 4",), "x: a test recorded '0.5 of 4'"),
+        (("5 of 5", "-5 of 5"), "x: a test recorded '-5 of 5'"),
+        (("0 of -4",), "x: a test recorded '0 of -4'"),
+        (("",), "x: a test recorded ''"),
+        (("0 of 4", "1"), "x: 1 of 2 values are counts, and the others are numbers"),
+    ],
+)
+def test_a_value_that_is_no_number_and_no_count_leaves_its_check_without_a_figure(recorded, reason):
+    outcome = Verdict(("tests/a.py",), "x", 3.0).outcome(results_of(*recorded, problem="failure: it broke"))
+    assert (outcome.passed, outcome.figure) == (False, None)
+    assert outcome.reason.startswith("tests/a.py::test_last: failure: it broke; ")
+    assert reason in outcome.reason
     assert not Verdict(("tests/a.py",), "x", 3.0).outcome(results_of(*recorded)).passed
 
 

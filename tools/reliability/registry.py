@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -64,6 +66,9 @@ class Verdict:
     number, for example ``3.5``, or a count and its total, for example ``"2 of 412"``. The check's figure is the largest
     number, or the sum of the counts. It must be at most ``limit``. If ``figure`` is empty, the check's figure is the
     number of tests that did not pass.
+
+    A value of another form, a count below 0, and numbers beside counts are mistakes of the tests. Such a check has no
+    figure and does not pass.
     """
 
     places: tuple[str, ...]
@@ -80,24 +85,41 @@ class Verdict:
         problems += [f"{name}: {result.problem}" for name, result in tests.items() if result.problem]
         if not self.figure:
             return Outcome(not problems, len(problems), "; ".join(problems)[:500], len(tests))
-        values = [_recorded(text) for result in tests.values() for text in result.recorded.get(self.figure, ())]
-        return self._judge(values, problems)
-
-    def _judge(self, values: list[tuple[float, int | None]], problems: list[str]) -> Outcome:
-        """Returns the outcome for the recorded ``values``, which are numbers, each with its total if it is a count."""
+        texts = [text for result in tests.values() for text in result.recorded.get(self.figure, ())]
         reason = "; ".join(problems)[:500]
+        try:
+            values = [_recorded(text) for text in texts]
+            return self._judge(values, reason)
+        except ValueError as error:
+            return Outcome(False, None, "; ".join(filter(None, (reason, f"{self.figure}: {error}"))))
+
+    def _judge(self, values: list[tuple[float, int | None]], reason: str) -> Outcome:
+        """Returns the outcome for the recorded ``values``, which are numbers, each with its total if it is a count.
+
+        Raises ValueError if some are numbers and others are counts. ``reason`` states why a test failed, or is empty.
+        """
         numbers, totals = [number for number, _ in values], [total for _, total in values if total is not None]
+        if totals and len(totals) < len(numbers):
+            raise ValueError(f"{len(totals)} of {len(numbers)} values are counts, and the others are numbers")
         if not numbers or (totals and not sum(totals)):
             return Outcome(False, None, "; ".join(filter(None, (reason, f"no test measured {self.figure}"))))
         figure = sum(numbers) if totals else max(numbers)
-        is_kept = figure <= self.limit and all(number <= self.limit for number in numbers)  # also if a number is NaN
-        return Outcome(not problems and is_kept, figure, reason, sum(totals))
+        return Outcome(not reason and figure <= self.limit, figure, reason, sum(totals))
 
 
 def _recorded(text: str) -> tuple[float, int | None]:
-    """Returns a recorded number, and its total if it is a count: (3.5, None) for ``3.5``, (2, 412) for ``2 of 412``."""
-    number, _, total = text.partition(" of ")
-    return float(number), int(total) if total else None
+    """Returns a recorded number, and its total if it is a count: (3.5, None) for ``3.5``, (2, 412) for ``2 of 412``.
+
+    Raises ValueError if the text is no number, or if the count or its total is not a whole number of at least 0.
+    """
+    count = re.fullmatch(r"([0-9]+) of ([0-9]+)", text)
+    if count:
+        return int(count[1]), int(count[2])
+    with contextlib.suppress(ValueError):
+        number = float(text)
+        if math.isfinite(number):
+            return number, None
+    raise ValueError(f"a test recorded {text[:80]!r}, which is neither a number nor a count like '2 of 412'")
 
 
 @dataclass(frozen=True)
