@@ -3,6 +3,7 @@
 Each has an exact status, type and param, and a phrase of its message. No bad request reaches the engine.
 """
 
+import contextlib
 import json
 import socket
 from typing import Any
@@ -281,6 +282,65 @@ def test_a_bad_header(server, header, status, phrase, record_property):
     assert answered == status
     assert phrase in json.loads(body)["error"]["message"]
     assert server.engine.submitted == []
+
+
+HOSTILE_IDS = {
+    "plain": b"the-id-of-another-request",
+    "empty": b"",
+    "long": b"a" * (1 << 20),
+    "carriage_return": b"a\rX-Injected: 1",
+    "line_feed": b"a\nX-Injected: 1",
+    "line_end": b"a\r\nX-Injected: 1",
+    "null": b"a\x00b",
+    "latin": "\xe9".encode("latin-1"),
+    "utf_8": "\u6f22\U0001f600".encode(),
+    "bad_utf_8": b"\xff\xfe\x80",
+    "log_line": b'"}{"event": "forged"',
+}
+
+
+@pytest.mark.parametrize("value", HOSTILE_IDS.values(), ids=HOSTILE_IDS)
+def test_a_hostile_request_id_changes_no_response(server, value, record_property):
+    """The server makes its own ids. Eight requests send the same id at once, and a ninth without it runs beside them.
+
+    A request whose header is not valid HTTP, or is too long, gets a 400 or 431.
+    """
+    body = b'{"prompt": "a"}'
+    hostile = http_request(COMPLETIONS, body, "X-Request-Id: VALUE").replace(b"VALUE", value)
+    with contextlib.ExitStack() as stack:
+        others = [stack.enter_context(server.raw(b"")) for _ in range(8)]
+        neighbour = stack.enter_context(server.raw(http_request(COMPLETIONS, body)))
+        for connection in others:
+            with contextlib.suppress(ConnectionError):  # the server may close before it has read a long header
+                connection.sendall(hostile)
+        status, headers, content = read_response(neighbour)
+        expected = json.loads(content)
+        responses = [response for connection in others if (response := read_if_open(connection)) is not None]
+    assert (status, headers["x-request-id"]) == (200, expected["id"])
+    wrong = [reply for reply in responses if not is_right_reply(reply, value, expected["choices"])]
+    served = [head["x-request-id"] for code, head, _ in responses if code == 200]
+    num_repeated = len(served) + 1 - len({*served, expected["id"]})
+    record_property("wrong_responses", f"{len(wrong) + num_repeated} of {len(responses) + 1}")
+    assert (wrong, num_repeated) == ([], 0)
+    assert len(responses) == 8 or len(value) == 1 << 20
+
+
+def read_if_open(connection):
+    """Returns the response, or None if the server has reset the connection before it was read."""
+    try:
+        return read_response(connection)
+    except ConnectionError:
+        return None
+
+
+def is_right_reply(reply, hostile, choices):
+    """Returns True if a reply has the right text and an id of the server, or is a refusal of the header."""
+    status, headers, content = reply
+    if status != 200:
+        return status in (400, 431)
+    body = json.loads(content)
+    is_own = headers["x-request-id"] == body["id"] and body["id"].encode() != hostile
+    return is_own and "x-injected" not in headers and body["choices"] == choices
 
 
 @pytest.mark.parametrize(
