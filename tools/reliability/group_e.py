@@ -93,7 +93,7 @@ CHECKS = (
             "integration/test_access.py::test_the_prefix_cache_reveals_nothing_of_other_keys",
             figure="shared_tokens",
         ),
-        "shared tokens of {total} prompts",
+        "tokens of {total} prompts were shared",
     ),
     Check(
         "E10",
@@ -101,13 +101,14 @@ CHECKS = (
         tests(
             "log/test_event_log.py::test_no_text_makes_a_second_line",
             "log/test_event_log.py::test_readable_obeys_no_control_characters",
+            "log/test_event_log.py::test_each_line_of_a_message_after_its_first_is_indented",
             "executor/test_process_log.py::test_control_characters_are_escaped_and_lines_stay",
             "server/test_admin.py::test_arrivals_are_logged_without_the_prompt",
             "access/test_limits_over_http.py::test_the_audit_log_has_no_prompt_and_no_secret",
             "server/test_scheduling_fields.py::test_a_tenant_is_the_hash_of_its_key_and_the_key_is_nowhere",
             figure="forged_lines",
         ),
-        "forged lines in {total} texts",
+        "forged lines in {total} texts with line separators",
     ),
     Check(
         "E11",
