@@ -251,7 +251,7 @@ def test_a_planted_hash_collision_is_a_miss(salt: bytes, record_property: Record
     serve(manager, [7, 7, 7, 7], salt)
     assert hit_tokens(manager, [7, 7, 7, 7, 7], salt) == 4
     wrong.append(hit_tokens(manager, [*PROMPT[:4], 1]))
-    record_property("wrong_hits", f"{sum(wrong)} of 2")
+    record_property("wrong_hits", f"{sum(hit > 0 for hit in wrong)} of 2")
     assert wrong == [0, 0]
     check_cache(manager)
 
@@ -270,7 +270,7 @@ def test_equal_tokens_after_colliding_prefixes_are_different(record_property: Re
     table, chain, _ = start(manager, [201, 1])
     manager.prefixes.commit(table, chain, 2)
     found = hit_tokens(manager, [201, 1, 5, 6, 7])
-    record_property("wrong_hits", f"{found - 2} of 1")
+    record_property("wrong_hits", f"{found != 2:d} of 1")
     assert found == 2
 
 

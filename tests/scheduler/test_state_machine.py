@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import ScheduledStep, StepKind
+from support.fakes import make_limits
 from support.recorded import RecordProperty
 from support.scheduler_scripts import Operation, Player, Script, minimise, play
 from support.script_drawing import BATCHINGS, BLOCK_SIZES, POLICIES, draw_script, draw_state_script
@@ -171,21 +172,29 @@ SchedulerMachine.TestCase.settings = settings(
 TestScheduler = SchedulerMachine.TestCase
 
 
-def play_all(seeds: range, **changes: Any) -> Counter[str]:
-    """Runs the scripts of these seeds with changed limits. Returns the events that occurred."""
+def play_all(seeds: range, *, checks_texts: bool = True, **changes: Any) -> Counter[str]:
+    """Runs the scripts of these seeds with changed limits. Returns the events that occurred.
+
+    If ``checks_texts`` is False, wrong texts only count.
+    """
     seen: Counter[str] = Counter()
     for seed in seeds:
         script = draw_script(seed)
         limits = {**script.limits, **changes}
         limits["prefix_cache"] = limits["prefix_cache"] and limits["page_attention"]
-        seen += play_counted(Script(limits, script.operations))
+        played = play_counted(Script(limits, script.operations), checks_texts=checks_texts)
+        slowest = max(seen["share of allowed steps"], played["share of allowed steps"])
+        seen += played
+        seen["share of allowed steps"] = slowest
     return seen
 
 
-def play_counted(script: Script) -> Counter[str]:
+def play_counted(script: Script, drafts: int | None = None, *, checks_texts: bool = True) -> Counter[str]:
     """Runs a script. Returns the events that occurred, and the numbers that checks of docs/reliability.md need."""
-    simulation = play(script)
+    simulation = play(script, drafts, checks_texts=checks_texts)
     seen = simulation.seen.copy()
+    seen["share of allowed steps"] = simulation.share_of_allowed_steps
+    seen["wrong texts"] += len(simulation.wrong_texts(simulation.limits.max_model_len))
     seen["operations"] += len(script.operations)
     seen["lost blocks"] += simulation.num_held_blocks
     seen["texts"] += len(simulation.requests)
@@ -199,18 +208,47 @@ def play_counted(script: Script) -> Counter[str]:
 
 
 def is_oversized(step: ScheduledStep, limits: SchedulerLimits) -> bool:
-    if step.kind is StepKind.DECODE:
-        return step.num_seqs - step.num_drafts > min(limits.decode_batch_size, limits.max_num_seqs)
-    return step.num_tokens > limits.max_num_batched_tokens or step.num_seqs > limits.max_num_seqs
+    """Returns True if a step exceeds its limits. Only a decode step with drafts has a limit of tokens, too."""
+    if step.kind is not StepKind.DECODE:
+        return step.num_tokens > limits.max_num_batched_tokens or step.num_seqs > limits.max_num_seqs
+    if step.num_seqs - step.num_drafts > min(limits.decode_batch_size, limits.max_num_seqs):
+        return True
+    most_entries = limits.max_decode_entries or limits.decode_batch_size
+    return step.num_drafts > 0 and step.num_tokens > min(most_entries, limits.max_num_batched_tokens)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sequences", "drafts", "tokens", "expected"),
+    [
+        (StepKind.DECODE, 4, 0, 4, False),
+        (StepKind.DECODE, 5, 0, 5, True),
+        (StepKind.DECODE, 3, 3, 6, False),
+        (StepKind.DECODE, 3, 4, 7, True),
+        (StepKind.PREFILL, 4, 0, 8, False),
+        (StepKind.PREFILL, 4, 0, 9, True),
+        (StepKind.PREFILL, 6, 0, 8, True),
+    ],
+)
+def test_a_step_over_a_limit_is_oversized(
+    kind: StepKind, sequences: int, drafts: int, tokens: int, expected: bool
+) -> None:
+    limits = make_limits(max_num_seqs=5, decode_batch_size=4, max_decode_entries=6, max_num_batched_tokens=8)
+    rows = list(range(sequences + drafts))
+    step = ScheduledStep(seq=0, kind=kind, rows=rows, token_ids=[1] * tokens, num_drafts=drafts)
+    assert is_oversized(step, limits) is expected
 
 
 @pytest.mark.parametrize("part", with_sweeps([(part,) for part in range(10)], lambda part: part >= 1))
 def test_invariants_hold_in_any_script(part: int, record_property: RecordProperty) -> None:
-    seen = play_all(range(part * 30, part * 30 + 30))
+    seen = play_all(range(part * 30, part * 30 + 30), checks_texts=False)
     record_property("lost_blocks", f"{seen['lost blocks']} of {seen['operations']}")
     record_property("oversized_steps", f"{seen['oversized steps']} of {seen['steps']}")
-    record_property("wrong_texts", f"0 of {seen['texts']}")  # with a wrong text, ``play`` would have failed
+    record_property("wrong_texts", f"{seen['wrong texts']} of {seen['texts']}")
+    record_property("share_of_allowed_steps", seen["share of allowed steps"])
     record_property("expired_percent", 100 * seen["expired tokens"] / seen["tokens"])
+    assert seen["wrong texts"] == 0
+    assert seen["oversized steps"] == 0
+    assert seen["share of allowed steps"] <= 1
     assert seen["deadlines"] > 0
     for event in ("cached starts", "chunks", "preemptions", "refused for good"):
         assert seen[event] > 0, event
@@ -227,11 +265,15 @@ def test_invariants_hold_for_states_of_linear_attention(part: int) -> None:
 
 
 @pytest.mark.parametrize("part", with_sweeps([(part,) for part in range(200)], lambda part: part >= 1))
-def test_drafts_change_no_token_of_a_model_with_linear_attention(part: int) -> None:
+def test_drafts_change_no_token_of_a_model_with_linear_attention(part: int, record_property: RecordProperty) -> None:
     """Together the parts run 10,000 scripts. A rejected draft that stays in a state or in a snapshot changes a text."""
     seen = Counter[str]()
     for seed in range(60_000 + part * 50, 60_050 + part * 50):
-        seen += play(draw_state_script(seed), drafts=seed).seen
+        seen += play_counted(draw_state_script(seed), drafts=seed, checks_texts=False)
+    record_property("oversized_steps", f"{seen['oversized steps']} of {seen['steps']}")
+    record_property("wrong_texts", f"{seen['wrong texts']} of {seen['texts']}")
+    assert seen["wrong texts"] == 0
+    assert seen["oversized steps"] == 0
     for event in ("drafts", "tokens of drafts", "resumed states", "saved states", "chunks", "preemptions"):
         assert seen[event] > 0, event
 

@@ -166,12 +166,14 @@ def _can_be_served(limits: SchedulerLimits, prompt: int, max_tokens: int) -> boo
     )
 
 
-def play(script: Script, drafts: int | None = None) -> Simulation:
+def play(script: Script, drafts: int | None = None, *, checks_texts: bool = True) -> Simulation:
     """Runs a script until all its requests have ended. Raises AssertionError if a check fails.
 
     ``drafts`` is the seed of random drafts, which are offered before each step. If it is None, no drafts are offered.
+    If ``checks_texts`` is False, a wrong text is no failure, so that the caller can count the wrong texts.
     """
     player = Player(script.limits)
+    player.simulation.checks_texts = checks_texts
     player.simulation.drafts = None if drafts is None else random.Random(drafts)
     for operation in script.operations:
         player.do(operation)

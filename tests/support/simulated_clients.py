@@ -105,15 +105,26 @@ class SimulatedClients:
 
     def check_texts(self, max_model_len: int) -> None:
         """Checks that every request ended with the text and the log-probabilities that it has when it runs alone."""
+        assert self.wrong_texts(max_model_len) == []
+
+    def wrong_texts(self, max_model_len: int) -> list[str]:
+        """Returns what differs from a run alone: names of requests, or ``log-probabilities of`` and a name.
+
+        A request is listed at most once. All requests must have ended.
+        """
         assert self.ended.keys() == self.requests.keys()
+        wrong = []
         for name, request in self.requests.items():
             expected = expected_samples(request, max_model_len)
             if name in self.cut:
                 expected = expected[: len(self.streams[name])]
-            assert self.streams[name] == [sample.token_id for sample in expected], name
-            assert self.streams[name] == request.output_token_ids
             expected_bits = [_bits(sample.logit, sample.logsumexp) for sample in expected]
-            assert self.log_probabilities[name] == expected_bits, f"log-probabilities of {name}"
+            is_right = self.streams[name] == [sample.token_id for sample in expected] == request.output_token_ids
+            if not is_right:
+                wrong.append(name)
+            elif self.log_probabilities[name] != expected_bits:
+                wrong.append(f"log-probabilities of {name}")
+        return wrong
 
 
 def _bits(logit: float, logsumexp: float) -> bytes:
