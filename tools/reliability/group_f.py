@@ -36,7 +36,7 @@ CHECKS = (
             figure="expired_percent",
             limit=1.0,
         ),
-        "% of the tokens for expired requests",
+        "% of all computed tokens were for expired requests",
     ),
     Check(
         "F4",
@@ -47,7 +47,7 @@ CHECKS = (
                 _OVERLOAD, "light_ttft_ratio", 1.5, _OVERLOAD_TIMEOUT_S, file_option="--json", has_other_goals=True
             ),
         ),
-        "times the light keys' TTFT p99 without the others",
+        "times the TTFT p99 that the light keys have alone",
     ),
     Check(
         "F5",
