@@ -24,7 +24,7 @@ CHECKS = (
             figure="share_of_allowed_steps",
             limit=1.0,
         ),
-        "of the allowed steps were needed at most",
+        "of the allowed steps were needed",
     ),
     Check(
         "B5",
