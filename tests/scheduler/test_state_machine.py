@@ -21,10 +21,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import ScheduledStep, StepKind
-from support.fakes import make_limits
+from support.fakes import make_limits, make_request
 from support.recorded import RecordProperty
 from support.scheduler_scripts import Operation, Player, Script, minimise, play
 from support.script_drawing import BATCHINGS, BLOCK_SIZES, POLICIES, draw_script, draw_state_script
+from support.simulation import Simulation
 from support.sweeps import with_sweeps
 
 SHARED_TEXT = [2 + (7 * place) % 50 for place in range(64)]
@@ -236,6 +237,21 @@ def test_a_step_over_a_limit_is_oversized(
     rows = list(range(sequences + drafts))
     step = ScheduledStep(seq=0, kind=kind, rows=rows, token_ids=[1] * tokens, num_drafts=drafts)
     assert is_oversized(step, limits) is expected
+
+
+def test_wrong_texts_and_log_probabilities_are_counted() -> None:
+    simulation = Simulation(make_limits())
+    simulation.add(make_request("a"), make_request("b"), make_request("c"))
+    simulation.finish()
+    assert simulation.wrong_texts(simulation.limits.max_model_len) == []
+    simulation.streams["a"][0] += 1
+    simulation.log_probabilities["c"][0] = b"other"
+    assert simulation.wrong_texts(simulation.limits.max_model_len) == ["a", "log-probabilities of c"]
+    simulation.checks_texts = False
+    simulation.check_quiet()
+    simulation.checks_texts = True
+    with pytest.raises(AssertionError):
+        simulation.check_quiet()
 
 
 @pytest.mark.parametrize("part", with_sweeps([(part,) for part in range(10)], lambda part: part >= 1))
