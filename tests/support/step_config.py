@@ -32,6 +32,7 @@ def make_config(
         "model_config.weight_group": 32,
         "model_config.kv_format": kv,
         "model_config.device_target": "CPU",
+        "model_config.cpu_threads": 1,
         **limits(),
         **(extra or {}),
     }
