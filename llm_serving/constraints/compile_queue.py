@@ -1,4 +1,4 @@
-"""Runs the compilations of grammars in threads, few at a time. Tenants take turns.
+"""Limits how many grammars are compiled at the same time. Further compilations wait, and tenants take turns.
 
 A compilation may take a second. Without turns, the compilations of one tenant would delay those of all others.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from llm_serving.errors import QueueFullError
 
@@ -19,8 +19,6 @@ MAX_WAITING_OF_TENANT = 256
 MAX_WAITING = 1024
 """Maximum number of grammars of all tenants together that wait to be compiled."""
 
-T = TypeVar("T")
-
 
 class CompileQueue:
     """The waiting compilations of all models of a server. Only its event loop may use it."""
@@ -30,15 +28,21 @@ class CompileQueue:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
         """The waiting compilations of each tenant. The first tenant is the next one."""
 
-    async def run(self, tenant: str, work: Callable[[], T]) -> T:
-        """Calls ``work`` in a thread as soon as it is the turn of ``tenant``, and returns the result.
+    @property
+    def num_waiting(self) -> int:
+        """The number of compilations that wait."""
+        return sum(map(len, self._waiting.values()))
 
-        The caller must not cancel this call, because the thread cannot be ended. Raises QueueFullError if too many
-        compilations wait, and the errors of ``work``.
+    @asynccontextmanager
+    async def place(self, tenant: str) -> AsyncIterator[None]:
+        """Waits until a compilation of ``tenant`` may begin. The compilation must run in the ``async with`` block.
+
+        The caller may cancel the wait, but not a compilation, because its thread cannot be ended. Raises QueueFullError
+        if too many compilations wait.
         """
         await self._turn(tenant)
         try:
-            return await asyncio.get_running_loop().run_in_executor(None, work)
+            yield
         finally:
             self._end()
 
@@ -50,16 +54,30 @@ class CompileQueue:
         self._check_limits(tenant)
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(turn)
-        await turn
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._remove(tenant, turn)
+            elif turn.exception() is None:  # the caller was cancelled after it had got its place
+                self._end()
+            raise
 
     def _check_limits(self, tenant: str) -> None:
-        own, total = len(self._waiting.get(tenant, ())), sum(map(len, self._waiting.values()))
+        own, total = len(self._waiting.get(tenant, ())), self.num_waiting
         if own >= MAX_WAITING_OF_TENANT:
             raise QueueFullError(
                 f"{own} grammars of this client wait to be compiled, which is the maximum. Try again later."
             )
         if total >= MAX_WAITING:
             raise QueueFullError(f"{total} grammars wait to be compiled, which is the maximum. Try again later.")
+
+    def _remove(self, tenant: str, turn: asyncio.Future[None]) -> None:
+        turns = self._waiting.get(tenant, deque())
+        if turn in turns:
+            turns.remove(turn)
+            if not turns:
+                del self._waiting[tenant]
 
     def _end(self) -> None:
         """Gives the place of a compilation that has ended to the next tenant. This tenant is then the last one."""
@@ -68,7 +86,7 @@ class CompileQueue:
             turn = turns.popleft()
             if turns:
                 self._waiting[tenant] = turns
-            if not turn.done():  # a turn is cancelled only when the event loop ends
+            if not turn.done():  # a cancelled turn leaves the queue a little later
                 turn.set_result(None)
                 return
         self._num_running -= 1

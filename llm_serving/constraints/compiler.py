@@ -171,6 +171,20 @@ class CompiledGrammar:
         return GrammarConstraint(self._matcher.deep_copy(), self._num_words, self._end_token_ids)
 
 
+class _Compilation:
+    """The compilation of a grammar for requests of one tenant."""
+
+    task: asyncio.Task[CompiledGrammar]
+
+    def __init__(self) -> None:
+        self.num_waiters = 0
+        """The number of requests that wait for the result."""
+        self.has_begun = False
+        """Whether the thread has started. The compilation can then no longer be dropped."""
+        self.is_kept = False
+        """Whether the result is cached."""
+
+
 class GrammarCompiler:
     """Compiles grammars for one tokenizer, in threads of an executor, and caches them.
 
@@ -190,7 +204,7 @@ class GrammarCompiler:
         self._end_token_ids = list(end_token_ids)
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._lock = Lock()
-        self._compiling: dict[tuple[str, Grammar], asyncio.Task[CompiledGrammar]] = {}
+        self._compiling: dict[tuple[str, Grammar], _Compilation] = {}
         """The compilations that wait or run, by tenant and grammar."""
         self._cache: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
 
@@ -207,18 +221,13 @@ class GrammarCompiler:
             raise RequestError(
                 f"'{param}' needs a token that ends the text, and this model has none.", param=param, code="unsupported"
             )
-        known = self._cache.get(grammar)
-        if known is None:
-            try:
-                known = await self._compile_elsewhere(grammar, tenant)
-            except GrammarError as error:
-                text = f"'{param}' cannot be used: {error}. Change or remove this part."
-                raise RequestError(text, param=param, code="invalid_value") from None
-            self._cache[grammar] = known
-            if len(self._cache) > MAX_CACHED_GRAMMARS:
-                self._cache.popitem(last=False)
-        self._cache.move_to_end(grammar)
-        return known
+        if (known := self._cached(grammar)) is not None:
+            return known
+        try:
+            return await self._compile_elsewhere(grammar, tenant, is_kept=True)
+        except GrammarError as error:
+            text = f"'{param}' cannot be used: {error}. Change or remove this part."
+            raise RequestError(text, param=param, code="invalid_value") from None
 
     async def problem_of(self, grammar: Grammar, tenant: str = "") -> str:
         """Returns the reason why ``grammar`` cannot be compiled, or "" if it can. Does not cache the grammar.
@@ -228,29 +237,66 @@ class GrammarCompiler:
         if too_long := _too_long(grammar):
             return f"its grammar {too_long}"
         try:
-            await self._compile_elsewhere(grammar, tenant)
+            await self._compile_elsewhere(grammar, tenant, is_kept=False)
         except GrammarError as error:
             return str(error)
         return ""
 
-    async def _compile_elsewhere(self, grammar: Grammar, tenant: str) -> CompiledGrammar:
+    def _cached(self, grammar: Grammar) -> CompiledGrammar | None:
+        known = self._cache.get(grammar)
+        if known is not None:
+            self._cache.move_to_end(grammar)
+        return known
+
+    async def _compile_elsewhere(self, grammar: Grammar, tenant: str, *, is_kept: bool) -> CompiledGrammar:
         """Compiles ``grammar`` in a thread, so that the event loop is not blocked. Raises GrammarError.
 
-        Several requests of a tenant for one grammar wait for the same compilation. It is a task of its own, so it goes
-        on if the client of a request closes the connection.
+        Several requests of a tenant for one grammar wait for the same compilation. If the clients of all of them leave
+        before it has begun, it is dropped. Later it goes on, because its thread cannot be ended. With ``is_kept``, the
+        result is cached, also if no request waits any more.
         """
         key = tenant, grammar
-        task = self._compiling.get(key)
-        if task is None:
-            work = partial(on_large_stack, self._compile, grammar)
-            task = self._compiling[key] = asyncio.ensure_future(self._queue.run(tenant, work))
-            task.add_done_callback(partial(self._compiled, key))
-        return await asyncio.shield(task)
+        compilation = self._compiling.get(key)
+        if compilation is None:
+            compilation = self._compiling[key] = _Compilation()
+            compilation.task = asyncio.ensure_future(self._compile_in_turn(grammar, tenant, compilation))
+            compilation.task.add_done_callback(partial(self._compiled, key, compilation))
+        compilation.is_kept |= is_kept
+        compilation.num_waiters += 1
+        try:
+            return await asyncio.shield(compilation.task)
+        finally:
+            compilation.num_waiters -= 1
+            if not (compilation.num_waiters or compilation.has_begun or compilation.task.done()):
+                # The task ends later. Until then, a new request for this grammar must not wait for it.
+                self._forget(key, compilation)
+                compilation.task.cancel()
 
-    def _compiled(self, key: tuple[str, Grammar], task: asyncio.Task[CompiledGrammar]) -> None:
-        del self._compiling[key]
+    async def _compile_in_turn(self, grammar: Grammar, tenant: str, compilation: _Compilation) -> CompiledGrammar:
+        async with self._queue.place(tenant):
+            # Another tenant's request may have compiled the grammar during the wait.
+            if (known := self._cached(grammar)) is not None:
+                return known
+            compilation.has_begun = True
+            work = partial(on_large_stack, self._compile, grammar)
+            compiled = await asyncio.get_running_loop().run_in_executor(None, work)
+            if compilation.is_kept:
+                self._cache[grammar] = compiled
+                self._cache.move_to_end(grammar)
+                if len(self._cache) > MAX_CACHED_GRAMMARS:
+                    self._cache.popitem(last=False)
+            return compiled
+
+    def _compiled(
+        self, key: tuple[str, Grammar], compilation: _Compilation, task: asyncio.Task[CompiledGrammar]
+    ) -> None:
+        self._forget(key, compilation)
         if not task.cancelled():
             task.exception()  # otherwise, asyncio logs an error for which no request waits any more
+
+    def _forget(self, key: tuple[str, Grammar], compilation: _Compilation) -> None:
+        if self._compiling.get(key) is compilation:
+            del self._compiling[key]
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         try:

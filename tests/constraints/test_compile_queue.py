@@ -26,7 +26,11 @@ class Compilations:
 
     def start(self, name: str) -> asyncio.Task[str]:
         """Starts a compilation of the tenant that the first letter of its name states."""
-        return asyncio.create_task(self.queue.run(name[0], lambda: self._work(name)))
+        return asyncio.create_task(self.run(name))
+
+    async def run(self, name: str) -> str:
+        async with self.queue.place(name[0]):
+            return await self._loop.run_in_executor(None, self._work, name)
 
     def _work(self, name: str) -> str:
         self.begun.append(name)
@@ -65,37 +69,63 @@ def test_tenants_take_turns() -> None:
 
 def test_a_result_or_an_error_frees_the_place() -> None:
     async def test(compilations: Compilations) -> None:
-        def fail() -> None:
-            raise ZeroDivisionError
-
         for _ in range(MAX_COMPILING + 1):
             with pytest.raises(ZeroDivisionError):
-                await compilations.queue.run("a", fail)
+                async with compilations.queue.place("a"):
+                    raise ZeroDivisionError
         for number in range(MAX_COMPILING + 1):
-            assert await compilations.queue.run("a", lambda number=number: number) == number
+            compilations.go_on.release()
+            assert await asyncio.wait_for(compilations.start(f"a{number}"), time_limit(20)) == f"a{number}"
 
     run(test)
 
 
-@pytest.mark.parametrize(
-    ("limit", "refused", "accepted"),
-    [("MAX_WAITING_OF_TENANT", "a6", "b1"), ("MAX_WAITING", "b1", None)],
-)
-def test_the_number_of_waiting_compilations_is_limited(
-    monkeypatch: pytest.MonkeyPatch, limit: str, refused: str, accepted: str | None
-) -> None:
-    monkeypatch.setattr(compile_queue, limit, 3)
+def test_the_number_of_waiting_compilations_of_a_tenant_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_queue, "MAX_WAITING_OF_TENANT", 3)
 
     async def test(compilations: Compilations) -> None:
         tasks = [compilations.start(f"a{number}") for number in range(1, MAX_COMPILING + 4)]
         await compilations.until_begun(MAX_COMPILING)
-        with pytest.raises(QueueFullError, match=r"3 grammars .*wait to be compiled, which is the maximum"):
-            await compilations.start(refused)
-        tasks += [] if accepted is None else [compilations.start(accepted)]
-        await compilations.finish(*tasks)
-        assert refused not in compilations.begun
-        again = compilations.start(refused)
+        with pytest.raises(QueueFullError, match="3 grammars of this client wait to be compiled, which is the maximum"):
+            await asyncio.wait_for(compilations.start("a6"), time_limit(20))
+        await compilations.finish(*tasks, compilations.start("b1"))
+        assert "a6" not in compilations.begun
+        again = compilations.start("a6")
         compilations.go_on.release()
-        assert await again == refused
+        assert await again == "a6"
+
+    run(test)
+
+
+def test_a_compilation_that_no_longer_waits_has_no_turn() -> None:
+    async def test(compilations: Compilations) -> None:
+        tasks = {name: compilations.start(name) for name in ("a1", "a2", "a3", "b1", "b2", "c1")}
+        await compilations.until_begun(MAX_COMPILING)
+        for name in ("a3", "b1"):
+            tasks[name].cancel()
+        await asyncio.gather(tasks.pop("a3"), tasks.pop("b1"), return_exceptions=True)
+        assert compilations.queue.num_waiting == 2
+        await compilations.finish(*tasks.values())
+        assert compilations.begun[MAX_COMPILING:] == ["b2", "c1"]
+
+    run(test)
+
+
+def test_a_turn_that_is_cancelled_when_it_comes_is_given_to_the_next() -> None:
+    """The place is free and the compilation has not noticed it yet, when its client leaves."""
+
+    async def test(compilations: Compilations) -> None:
+        queue = compilations.queue
+        for _ in range(MAX_COMPILING):
+            await queue._turn("a")
+        first, second = compilations.start("b1"), compilations.start("c1")
+        await asyncio.sleep(0)
+        assert queue.num_waiting == 2
+        queue._end()
+        first.cancel()
+        compilations.go_on.release()
+        assert await asyncio.wait_for(second, time_limit(20)) == "c1"
+        assert first.cancelled()
+        assert (queue._num_running, compilations.begun) == (MAX_COMPILING - 1, ["c1"])
 
     run(test)

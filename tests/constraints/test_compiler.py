@@ -9,12 +9,14 @@ import random
 import subprocess
 import sys
 import threading
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from llm_serving.config import load_config
+from llm_serving.constraints import compile_queue
 from llm_serving.constraints import compiler as compiler_module
 from llm_serving.constraints.calls import CallableTool, answer_grammar
 from llm_serving.constraints.compile_queue import MAX_COMPILING
@@ -324,6 +326,11 @@ class SlowCompiler(GrammarCompiler):
         self.running: set[Grammar] = set()
         self.begun: list[Grammar] = []
 
+    @property
+    def places(self) -> tuple[int, int]:
+        """The numbers of compilations that run and that wait, as the queue counts them."""
+        return self._queue._num_running, self._queue.num_waiting
+
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         self.running.add(grammar)
         self.begun.append(grammar)
@@ -331,6 +338,19 @@ class SlowCompiler(GrammarCompiler):
         assert self.go_on.acquire(timeout=time_limit(20)), "the event loop is blocked"
         self.running.discard(grammar)
         return super()._compile(grammar)
+
+
+def run_slowly(test: Callable[[SlowCompiler], Awaitable[None]]) -> None:
+    """Runs a test with a slow compiler. If the test fails, its threads continue, so that the event loop can end."""
+
+    async def run() -> None:
+        compiler = SlowCompiler(byte_level().tokenizer)
+        try:
+            await test(compiler)
+        finally:
+            compiler.go_on.release(1000)
+
+    asyncio.run(run())
 
 
 async def has_started(compiler: SlowCompiler) -> None:
@@ -343,25 +363,23 @@ async def has_started(compiler: SlowCompiler) -> None:
 
 
 def test_a_slow_compilation_does_not_block_the_event_loop() -> None:
-    async def run() -> None:
-        compiler = SlowCompiler(byte_level().tokenizer)
+    async def run(compiler: SlowCompiler) -> None:
         task = asyncio.create_task(compiler.compile(ANY_JSON_OBJECT, "field"))
         await has_started(compiler)
         compiler.go_on.release()
         assert isinstance(await task, CompiledGrammar)
 
-    asyncio.run(run())
+    run_slowly(run)
 
 
 def test_few_grammars_are_compiled_at_the_same_time() -> None:
-    async def run() -> None:
-        compiler = SlowCompiler(byte_level().tokenizer)
+    async def run(compiler: SlowCompiler) -> None:
         grammars = [choice_grammar([text]) for text in ("a", "b", "c", "d")]
         tasks = [asyncio.create_task(compiler.compile(grammar, "field")) for grammar in grammars]
         for _ in range(MAX_COMPILING):
             await has_started(compiler)
-        for _ in range(len(grammars) - MAX_COMPILING):
-            await asyncio.sleep(0.02)
+        for waiting in range(len(grammars) - MAX_COMPILING, 0, -1):
+            assert compiler.places == (MAX_COMPILING, waiting)
             assert len(compiler.running) == MAX_COMPILING
             compiler.go_on.release()
             await has_started(compiler)
@@ -369,12 +387,11 @@ def test_few_grammars_are_compiled_at_the_same_time() -> None:
             compiler.go_on.release()
         await asyncio.gather(*tasks)
 
-    asyncio.run(run())
+    run_slowly(run)
 
 
 def test_requests_for_the_same_grammar_wait_for_one_compilation() -> None:
-    async def run() -> None:
-        compiler = SlowCompiler(byte_level().tokenizer)
+    async def run(compiler: SlowCompiler) -> None:
         tasks = [asyncio.create_task(compiler.compile(ANY_JSON_OBJECT, "field", "a")) for _ in range(5)]
         await has_started(compiler)
         tasks[0].cancel()
@@ -383,24 +400,23 @@ def test_requests_for_the_same_grammar_wait_for_one_compilation() -> None:
         assert len(set(map(id, found))) == 1
         assert compiler.begun == [ANY_JSON_OBJECT]
 
-    asyncio.run(run())
+    run_slowly(run)
 
 
 def test_a_bad_grammar_is_compiled_again_after_an_error() -> None:
-    async def run() -> None:
-        compiler, bad = SlowCompiler(byte_level().tokenizer), Grammar(REGEX, "(")
+    async def run(compiler: SlowCompiler) -> None:
+        bad = Grammar(REGEX, "(")
         for _ in range(2):
             compiler.go_on.release()
             with pytest.raises(RequestError, match="cannot be used"):
                 await compiler.compile(bad, "field")
         assert compiler.begun == [bad, bad]
 
-    asyncio.run(run())
+    run_slowly(run)
 
 
 def test_requests_that_end_early_do_not_let_more_grammars_be_compiled_at_the_same_time() -> None:
-    async def run() -> None:
-        compiler = SlowCompiler(byte_level().tokenizer)
+    async def run(compiler: SlowCompiler) -> None:
         grammars = [choice_grammar([text]) for text in "abcd"]
         tasks = [asyncio.create_task(compiler.compile(grammar, "field")) for grammar in grammars]
         for _ in range(MAX_COMPILING):
@@ -408,10 +424,81 @@ def test_requests_that_end_early_do_not_let_more_grammars_be_compiled_at_the_sam
         for task in tasks[:MAX_COMPILING]:
             task.cancel()
         await asyncio.gather(*tasks[:MAX_COMPILING], return_exceptions=True)
-        await asyncio.sleep(0.02)
+        for _ in range(20):
+            await asyncio.sleep(0)  # lets tasks end that would be cancelled wrongly
+        assert compiler.places == (MAX_COMPILING, len(grammars) - MAX_COMPILING)
         assert len(compiler.begun) == MAX_COMPILING
         for _ in grammars:
             compiler.go_on.release()
         await asyncio.gather(*tasks[MAX_COMPILING:])
 
-    asyncio.run(run())
+    run_slowly(run)
+
+
+async def with_running(compiler: SlowCompiler) -> list[asyncio.Task[CompiledGrammar]]:
+    """Starts as many compilations as may run at the same time. Returns their requests."""
+    grammars = [choice_grammar([f"running {number}"]) for number in range(compile_queue.MAX_COMPILING)]
+    tasks = [asyncio.create_task(compiler.compile(grammar, "field", "other")) for grammar in grammars]
+    for _ in tasks:
+        await has_started(compiler)
+    return tasks
+
+
+def test_grammars_for_which_no_request_waits_any_more_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tenant's limit counts them no longer."""
+    monkeypatch.setattr(compile_queue, "MAX_WAITING_OF_TENANT", 3)
+
+    async def run(compiler: SlowCompiler) -> None:
+        running = await with_running(compiler)
+        grammars = [choice_grammar([text]) for text in "abc"]
+        tasks = [asyncio.create_task(compiler.compile(grammar, "field", "key")) for grammar in grammars * 2]
+        await asyncio.sleep(0)
+        for task in tasks[:3]:
+            task.cancel()
+        await asyncio.gather(*tasks[:3], return_exceptions=True)
+        assert compiler.places == (MAX_COMPILING, 3), "a second request waits for each grammar"
+        for task in tasks[3:5]:
+            task.cancel()
+        again = asyncio.create_task(compiler.compile(grammars[1], "field", "key"))
+        await asyncio.gather(*tasks[3:5], return_exceptions=True)
+        assert compiler.places == (MAX_COMPILING, 2)
+        for _ in range(MAX_COMPILING + 2):
+            compiler.go_on.release()
+        await asyncio.gather(*running, tasks[5], again)
+        assert set(compiler.begun[MAX_COMPILING:]) == {grammars[2], grammars[1]}
+        assert len(compiler.begun) == MAX_COMPILING + 2
+        assert compiler.places == (0, 0)
+
+    run_slowly(run)
+
+
+def test_a_grammar_whose_request_ended_during_its_compilation_is_known_afterwards() -> None:
+    async def run(compiler: SlowCompiler) -> None:
+        task = asyncio.create_task(compiler.compile(ANY_JSON_OBJECT, "field", "key"))
+        await has_started(compiler)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        [compilation] = compiler._compiling.values()
+        compiler.go_on.release()
+        compiled = await compilation.task
+        assert await asyncio.wait_for(compiler.compile(ANY_JSON_OBJECT, "field", "key"), time_limit(20)) is compiled
+        assert compiler.begun == [ANY_JSON_OBJECT]
+
+    run_slowly(run)
+
+
+def test_tenants_that_wait_with_the_same_grammar_get_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_queue, "MAX_COMPILING", 1)
+
+    async def run(compiler: SlowCompiler) -> None:
+        running = await with_running(compiler)
+        tasks = [asyncio.create_task(compiler.compile(ANY_JSON_OBJECT, "field", f"key {n}")) for n in range(20)]
+        while compiler.places[1] < len(tasks):
+            await asyncio.sleep(0)
+        for _ in range(len(running) + len(tasks)):
+            compiler.go_on.release()
+        found = await asyncio.gather(*tasks)
+        assert len(set(map(id, found))) == 1
+        assert compiler.begun.count(ANY_JSON_OBJECT) == 1
+
+    run_slowly(run)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractAsyncContextManager
 
 import pytest
 from starlette.datastructures import Headers
@@ -24,13 +23,13 @@ def test_a_grammar_waits_for_the_turn_of_its_tenant(
     server: HttpServer, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     queue = server.app.state.compile_queue
-    tenants, run = [], queue.run
+    tenants, place = [], queue.place
 
-    async def noted(tenant: str, work: Callable[[], Any]) -> Any:
+    def noted(tenant: str) -> AbstractAsyncContextManager[None]:
         tenants.append(tenant)
-        return await run(tenant, work)
+        return place(tenant)
 
-    monkeypatch.setattr(queue, "run", noted)
+    monkeypatch.setattr(queue, "place", noted)
     engine.say("hello to the bird")
     for key in ("one", "two"):
         body = REQUESTS[path] | {"structured_outputs": {"regex": f" ?hello.*|{path}{key}"}}
