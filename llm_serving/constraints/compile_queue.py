@@ -64,13 +64,25 @@ class CompileQueue:
             raise
 
     def _check_limits(self, tenant: str) -> None:
+        """Raises QueueFullError if a further compilation of ``tenant`` may not wait.
+
+        If the total is at its maximum, another tenant with many waiting compilations makes space. So a few tenants
+        cannot fill the queue. A tenant makes space only if it then still has at least as many as ``tenant``.
+        """
         own, total = len(self._waiting.get(tenant, ())), self.num_waiting
         if own >= MAX_WAITING_OF_TENANT:
             raise QueueFullError(
                 f"{own} grammars of this client wait to be compiled, which is the maximum. Try again later."
             )
-        if total >= MAX_WAITING:
-            raise QueueFullError(f"{total} grammars wait to be compiled, which is the maximum. Try again later.")
+        if total < MAX_WAITING:
+            return
+        full = f"{total} grammars wait to be compiled, which is the maximum. Try again later."
+        largest = max(self._waiting.values(), key=len, default=deque())
+        if own + 1 >= len(largest):
+            raise QueueFullError(full)
+        newest = largest.pop()
+        if not newest.done():
+            newest.set_exception(QueueFullError(full))
 
     def _remove(self, tenant: str, turn: asyncio.Future[None]) -> None:
         turns = self._waiting.get(tenant, deque())

@@ -52,7 +52,11 @@ class Compilations:
 
 def run(test: Callable[[Compilations], Awaitable[None]]) -> None:
     async def start() -> None:
-        await test(Compilations())
+        compilations = Compilations()
+        try:
+            await test(compilations)
+        finally:
+            compilations.go_on.release(1000)  # the threads of a failed test end
 
     asyncio.run(start())
 
@@ -93,6 +97,30 @@ def test_the_number_of_waiting_compilations_of_a_tenant_is_limited(monkeypatch: 
         again = compilations.start("a6")
         compilations.go_on.release()
         assert await again == "a6"
+
+    run(test)
+
+
+def test_a_full_queue_has_space_for_tenants_with_few_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest compilation of the tenant with the most is refused instead. Equal shares stay."""
+    monkeypatch.setattr(compile_queue, "MAX_WAITING", 4)
+
+    async def test(compilations: Compilations) -> None:
+        names = ("a1", "a2", "a3", "a4", "a5", "b1")
+        tasks = {name: compilations.start(name) for name in names}
+        await compilations.until_begun(MAX_COMPILING)
+        full = "4 grammars wait to be compiled, which is the maximum"
+        with pytest.raises(QueueFullError, match=full):
+            await asyncio.wait_for(compilations.start("a6"), time_limit(20))
+        for accepted, removed in (("c1", "a5"), ("d1", "a4")):
+            tasks[accepted] = compilations.start(accepted)
+            with pytest.raises(QueueFullError, match=full):
+                await asyncio.wait_for(tasks.pop(removed), time_limit(20))
+        for refused in ("a7", "b2", "e1"):
+            with pytest.raises(QueueFullError, match=full):
+                await asyncio.wait_for(compilations.start(refused), time_limit(20))
+        await compilations.finish(*tasks.values())
+        assert compilations.begun[MAX_COMPILING:] == ["a3", "b1", "c1", "d1"]
 
     run(test)
 
