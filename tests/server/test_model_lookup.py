@@ -17,7 +17,11 @@ import pytest
 from starlette.requests import Request
 
 from llm_serving.access.control import VISIT
+from llm_serving.config import load_config
 from llm_serving.config.models_section import ModelsConfig
+from llm_serving.constraints import compile_queue
+from llm_serving.constraints.grammar import choice_grammar
+from llm_serving.engine.tokenizer_backends import load_tokenizer
 from llm_serving.errors import ModelNotFoundError, ModelUnavailableError, NotPermittedError, QueueFullError
 from llm_serving.registry.arbiter import Arbiter
 from llm_serving.registry.planned import PlannedModel
@@ -26,7 +30,15 @@ from llm_serving.registry.version import RunningVersion
 from llm_serving.server.app import ServerApp
 from llm_serving.server.errors import UnavailableError
 from llm_serving.server.http.protocol import RECEIVED_AT
-from llm_serving.server.models.lookup import main_model, open_models, present, release_lease, served
+from llm_serving.server.models.lookup import (
+    grammar_compiler,
+    main_model,
+    open_models,
+    present,
+    release_lease,
+    served,
+    view_of,
+)
 from llm_serving.server.operations.admin import is_ready
 from llm_serving.server.state import ServerSettings, ServerState
 from support.fake_models import FakeEngine, FakeLog, Models
@@ -222,6 +234,50 @@ def test_the_server_keeps_no_version_that_a_reload_has_replaced(tmp_path: Path) 
         del first, old
         gc.collect()
         assert freed() is None
+        await registry.close()
+
+    asyncio.run(script())
+
+
+def test_the_grammars_of_all_models_wait_in_one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar of the main model waits. So another model and a reloaded version have no place for a second one."""
+    monkeypatch.setattr(compile_queue, "MAX_COMPILING", 0)
+    monkeypatch.setattr(compile_queue, "MAX_WAITING_OF_TENANT", 1)
+    config, need = load_config("llama_tiny_cpu.yaml"), {"host": 1}
+    tokenizer = load_tokenizer(config)
+
+    def engine() -> Any:
+        made: Any = FakeEngine(config)
+        made.tokenizer, made.observe, made.end_token_ids = tokenizer, None, frozenset(tokenizer.eos_token_ids)
+        return made
+
+    def compiled(view: ServerState, text: str) -> asyncio.Task[Any]:
+        assert view.grammars is not None
+        return asyncio.create_task(view.grammars.compile(choice_grammar([text]), "field", "key"))
+
+    async def script() -> None:
+        log: Any = FakeLog()
+        state = ServerState(engine(), log, Mock(), ServerSettings.from_config(config), ())
+        state.grammars = grammar_compiler(state, state.engine, state.settings)
+        models = PlannedModels((PlannedModel(config, need, True, Mock()),), Arbiter({"host": 10}))
+        registry = open_models(state, models, ModelsConfig(), ExitStack())
+        first, old = compiled(registry.main.view, "a"), registry.main
+        await asyncio.sleep(0)
+        reloaded = engine()
+        version = RunningVersion(1, reloaded, view_of(state, reloaded, log), need, ExitStack())
+        registry._transitions.put(registry.models[0], version)
+        assert state.grammars is registry.main.view.grammars is not old.view.grammars
+        # The last view belongs to a model that starts after the reload.
+        for view in (registry.main.view, view_of(state, engine(), log)):
+            second = compiled(view, "b")
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert second.done(), "the grammar waits in another queue"
+            with pytest.raises(QueueFullError, match="1 grammars of this client wait"):
+                await second
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await old.stop()
         await registry.close()
 
     asyncio.run(script())
