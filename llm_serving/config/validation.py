@@ -307,7 +307,8 @@ def _note_small_steps(raw: RawConfig, config: Config) -> tuple[str, ...]:
         key, value = "model_config.seq_length", max(config.model_config.seq_length)
     problem = (
         f"a step has space for {config.max_drafts or 'none'} of the {config.wanted_drafts} drafts of a sequence "
-        f"(speculative_config.max_draft_tokens); they need at least {1 + config.wanted_drafts}"
+        "(speculative_config.max_draft_tokens); "
+        f"all of them need a step of at least {1 + config.wanted_drafts} tokens"
     )
     return (str(raw.error(key, value, problem)),)
 
