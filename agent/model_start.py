@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agent.backends.runtime import start_runtime, start_without_mindspore
@@ -37,6 +38,8 @@ class ModelStart:
         Without ``keeps_files``, reads and stores no files.
         """
         self._keeps_files = keeps_files
+        self._used: set[Path] = set()
+        """The files that this start has read or written. The files of the draft model do not replace them."""
         self._start_runtime = cache(partial(start_runtime, config, rank))  # one call sets up the whole process
         self._open_files(config, rank, keeps_program=True)
         if self.is_stored:
@@ -50,7 +53,7 @@ class ModelStart:
         ``config`` is its config, as ``draft_config`` returns it. Without ``keeps_program``, only its converted weights
         are stored. Call this after ``load``, so that the files of the two models are not read at the same time.
         """
-        start = copy(self)  # both models share the set-up of MindSpore
+        start = copy(self)  # both models share the set-up of MindSpore and the set of used files
         start._open_files(config, 0, keeps_program=keeps_program)
         if not start.is_stored:
             self._start_runtime()
@@ -64,10 +67,10 @@ class ModelStart:
         """
         if not self._keeps_files:
             return
-        self._weights = WeightCache(config, rank)
+        self._weights = WeightCache(config, rank, self._used)
         self._weights.begin_load()
         if keeps_program and self._weights.is_on and ProgramStore.fits(config):
-            self._program = StoredStart(config, rank)
+            self._program = StoredStart(config, rank, self._used)
             self.is_stored = self._weights.has_entry and self._program.find()
 
     def load(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 from agent.backends.cpu.ops import FusedCpuOps
 from agent.kernels import StepBuffers
@@ -30,10 +31,10 @@ class StoredStart:
     If there is no usable program, MindSpore compiles the graph.
     """
 
-    def __init__(self, config: Config, rank: int) -> None:
-        """``rank`` is the agent's number among all agents."""
+    def __init__(self, config: Config, rank: int, used: set[Path]) -> None:
+        """``rank`` is the agent's number among all agents. ``ArrayCache`` describes ``used``."""
         self._config = config
-        self._store = ProgramStore(config, rank)
+        self._store = ProgramStore(config, rank, used)
         self._found: tuple[StoredProgram, dict[str, Array]] | None = None
 
     def find(self) -> bool:

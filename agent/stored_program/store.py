@@ -28,10 +28,10 @@ _CODE = ("agent/backends", "agent/kernels", "agent/layers", "agent/models", "age
 class ProgramStore(ArrayCache):
     """The file with the launches of an agent's graph (its program) and the graph's constants, such as rotary tables."""
 
-    def __init__(self, config: Config, rank: int) -> None:
-        """``rank`` is the agent's number among all agents."""
+    def __init__(self, config: Config, rank: int, used: set[Path] | None = None) -> None:
+        """``rank`` is the agent's number among all agents. ``ArrayCache`` describes ``used``."""
         name = f"{slot_name(config, rank).removesuffix('.weights')}-{digest_of(_limits(config))[:12]}.program"
-        super().__init__(config, "stored program", name, lambda: _fingerprint(config, rank))
+        super().__init__(config, "stored program", name, lambda: _fingerprint(config, rank), used)
 
     @staticmethod
     def fits(config: Config) -> bool:

@@ -16,8 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from agent import model_start
+from agent.model_start import ModelStart
 from agent.weights.cache import entry, fingerprint, folder
-from agent.weights.cache.folder import GIB, WeightCache
+from agent.weights.cache.folder import GIB, ArrayCache, WeightCache
 from agent.weights.storage import Array
 from llm_serving.config import Config, load_config
 from support.model_folders import write_model_folder
@@ -64,7 +66,7 @@ def cache_of(config: Config, rank: int = 0) -> WeightCache:
     return WeightCache(config, rank)
 
 
-def store(cache: WeightCache, weights: dict[str, Array] = WEIGHTS) -> None:
+def store(cache: ArrayCache, weights: dict[str, Array] = WEIGHTS) -> None:
     """Stores weights as the loader stores them."""
     with cache.keeping(sum(array.nbytes for array in weights.values())) as keep:
         for name, array in weights.items():
@@ -307,6 +309,60 @@ def test_weights_beyond_the_limit_are_not_kept(
     store(cache_of(config_of(tmp_path, "model_config.weight_cache_gib=1")))
     assert "model_config.weight_cache_gib is 1; they are not kept" in caplog.text
     assert entries(tmp_path) == []
+
+
+@pytest.mark.parametrize("scarce", ["limit", "disk"])
+def test_a_draft_model_does_not_replace_the_files_of_its_own_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, scarce: str
+) -> None:
+    """The folder or the disk has space for one of two files. Each start would otherwise convert both models again."""
+
+    def free_disk(cache: ArrayCache) -> int:
+        return folder.FREE_DISK_BYTES + 2 * folder.GIB - sum(path.stat().st_size for path in cache._folder.iterdir())
+
+    monkeypatch.setattr(folder, "GIB", 1 << 20)  # each file has 1.01 MiB
+    monkeypatch.setattr(model_start, "start_runtime", lambda config, rank: None)
+    if scarce == "disk":
+        monkeypatch.setattr(ArrayCache, "_free_disk", free_disk)
+    limit = f"model_config.weight_cache_gib={2 if scarce == 'limit' else 9}"
+    model, draft = (config_of(tmp_path, limit, f"model_config.model_name={name}") for name in ("model", "draft"))
+    for number in range(2):
+        start = ModelStart(model, 0, keeps_files=True)
+        assert start._weights is not None
+        if number == 0:
+            store(start._weights)
+        else:
+            assert start._weights.load() is not None
+        drafting = start.of_draft_model(draft, keeps_program=False)
+        assert drafting._weights is not None
+        assert drafting._weights.load() is None
+        caplog.clear()
+        store(drafting._weights)
+        assert "the converted weights for draft-" in caplog.text
+        assert "beside 1.02 GiB of other files of this start" in caplog.text
+        assert "they are not kept" in caplog.text
+        assert [name[:6] for name in entries(tmp_path)] == ["model-"]
+    store(cache_of(draft))
+    assert [name[:6] for name in entries(tmp_path)] == ["draft-"], "another start may replace the file"
+
+
+def test_the_program_of_a_start_does_not_replace_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do the weights of a draft model replace the program."""
+    monkeypatch.setattr(folder, "GIB", 1 << 20)
+    monkeypatch.setattr(model_start, "start_runtime", lambda config, rank: None)
+    config = config_of(tmp_path, "model_config.weight_cache_gib=2")
+    draft = config_of(tmp_path, "model_config.weight_cache_gib=2", "model_config.model_name=draft")
+    start = ModelStart(config, 0, keeps_files=True)
+    assert start._weights is not None
+    assert start._program is not None
+    program = start._program._store
+    store(program)
+    store(start._weights)
+    assert (program._path.exists(), start._weights._path.exists()) == (True, False)
+    drafting = start.of_draft_model(draft, keeps_program=False)
+    assert drafting._weights is not None
+    store(drafting._weights)
+    assert (program._path.exists(), drafting._weights._path.exists()) == (True, False)
 
 
 def test_a_full_disk_is_left_alone(

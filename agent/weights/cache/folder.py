@@ -39,10 +39,13 @@ class ArrayCache:
     the agent starts without the cache.
     """
 
-    def __init__(self, config: Config, what: str, name: str, make_fingerprint: Callable[[], str]) -> None:
+    def __init__(
+        self, config: Config, what: str, name: str, make_fingerprint: Callable[[], str], used: set[Path] | None = None
+    ) -> None:
         """``what`` describes the arrays in the log. ``name`` is the name of the file.
 
-        ``make_fingerprint`` returns a digest of everything on which the arrays depend.
+        ``make_fingerprint`` returns a digest of everything on which the arrays depend. ``used`` are the files that this
+        start has read or written. They are not deleted to make space. The file of this object is added when it is used.
         """
         model = config.model_config
         self._limit = model.weight_cache_gib * GIB
@@ -52,6 +55,7 @@ class ArrayCache:
         self._what = what
         self._path = self._folder / name
         self._fingerprint = make_fingerprint
+        self._used = set() if used is None else used
 
     def begin_load(self) -> None:
         """Begins to read the file in a thread, while the caller imports MindSpore. ``load`` later returns the arrays.
@@ -90,6 +94,7 @@ class ArrayCache:
             arrays = read_entry(path, self._fingerprint(), self._threads)
             # The file's time is the time of its last use. The least recently used files are deleted first.
             os.utime(path)
+            self._used.add(path)
         except FileNotFoundError:
             return None
         except EntryError as problem:
@@ -156,6 +161,7 @@ class ArrayCache:
         try:
             size = writer.finish()
             os.replace(path, self._path)
+            self._used.add(self._path)
         except OSError as problem:
             logger.warning("the %s cannot be written to %s: %s", self._what, self._folder, problem)
             return
@@ -176,19 +182,18 @@ class ArrayCache:
     def _make_space(self, size: int) -> bool:
         """Deletes old files until a new file of ``size`` bytes fits the configured limit and the disk.
 
-        Returns False if the new file cannot fit.
+        Returns False if the new file cannot fit beside the files that this start uses.
         """
-        entries = self._entries()
-        if size > self._limit:
-            logger.warning(
-                "the %s need %.2f GiB, and model_config.weight_cache_gib is %d; they are not kept",
-                self._what,
-                size / GIB,
-                self._limit // GIB,
-            )
+        own, used, all_entries = self._path, self._used - {self._path}, self._entries()
+        entries = [(path, file_size) for path, file_size in all_entries if path not in used]
+        in_use = sum(file_size for path, file_size in all_entries if path in used)
+        if in_use + size > self._limit:
+            self._log_no_space(size, in_use, f"model_config.weight_cache_gib is {self._limit // GIB}")
             return False
-        own = self._path
-        total = sum(file_size for path, file_size in entries if path != own)
+        if self._free_disk() + sum(file_size for _, file_size in entries) < size + FREE_DISK_BYTES:
+            self._log_no_space(size, in_use, f"the disk has {self._free_disk() / GIB:.2f} GiB free")
+            return False
+        total = in_use + sum(file_size for path, file_size in entries if path != own)
         while entries and (total + size > self._limit or self._free_disk() < size + FREE_DISK_BYTES):
             path, file_size = entries.pop(0)
             total -= 0 if path == own else file_size
@@ -196,10 +201,14 @@ class ArrayCache:
             logger.info("deleted %s, to make space for new %s", path, self._what)
         if self._free_disk() >= size + FREE_DISK_BYTES:
             return True
-        free = self._free_disk() / GIB
-        text = "the %s need %.2f GiB, and the disk has %.2f GiB free; they are not kept"
-        logger.warning(text, self._what, size / GIB, free)
+        self._log_no_space(size, in_use, f"the disk has {self._free_disk() / GIB:.2f} GiB free")
         return False
+
+    def _log_no_space(self, size: int, in_use: int, limit: str) -> None:
+        """Logs that a file of ``size`` bytes is not kept. ``in_use`` are the bytes of files that this start uses."""
+        beside = f" beside {in_use / GIB:.2f} GiB of other files of this start" if in_use else ""
+        text = "the %s for %s need %.2f GiB%s, and %s; they are not kept"
+        logger.warning(text, self._what, self._path.name, size / GIB, beside, limit)
 
     def _entries(self) -> list[tuple[Path, int]]:
         """Returns the paths and sizes of all files, the least recently used first.
@@ -222,10 +231,10 @@ class ArrayCache:
 class WeightCache(ArrayCache):
     """The converted weights of one agent."""
 
-    def __init__(self, config: Config, rank: int) -> None:
-        """``rank`` is the agent's number among all agents."""
+    def __init__(self, config: Config, rank: int, used: set[Path] | None = None) -> None:
+        """``rank`` is the agent's number among all agents. ``ArrayCache`` describes ``used``."""
         name = slot_name(config, rank)
-        super().__init__(config, "converted weights", name, lambda: fingerprint(config, rank))
+        super().__init__(config, "converted weights", name, lambda: fingerprint(config, rank), used)
         self._config, self._rank = config, rank
 
     @contextlib.contextmanager
