@@ -21,8 +21,11 @@ logger = logging.getLogger("agent.stored_program")
 
 _PROGRAM = "program"
 _CONSTANT = "constant/"
-_CODE = ("agent/backends", "agent/kernels", "agent/layers", "agent/models", "agent/step_graph", "agent/stored_program")
-"""The packages whose code determines the launches of a graph."""
+_CODE = (
+    *("agent/backends", "agent/drafting", "agent/kernels", "agent/layers", "agent/model_runner.py", "agent/models"),
+    *("agent/step_graph", "agent/stored_program"),
+)
+"""The packages and files whose code determines the launches of a graph."""
 
 
 class ProgramStore(ArrayCache):

@@ -9,6 +9,7 @@ import importlib
 import json
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -65,15 +66,19 @@ def digests(driver: StepDriver, model: str) -> list[str]:
     return decodes(driver, [case["prompt"] for case in cases], cases[0]["tokens"][:FORCED_STEPS])
 
 
-def drafted_config(folder: Path) -> Config:
-    """Returns the config of an agent whose draft model is the model itself."""
-    settings = {"method": "draft", "model": folder / PLANTED, "max_draft_tokens": WIDTH}
+def drafted_config(folder: Path, draft: str = "draft", **extra: object) -> Config:
+    """Returns the config of an agent whose draft model is in the folder ``draft``.
+
+    The draft model differs from the model only in the values of its weights.
+    """
+    settings = {"method": "draft", "model": folder / draft, "max_draft_tokens": WIDTH}
     own = {f"speculative_config.{key}": value for key, value in settings.items()}
-    return config_of(folder, PLANTED, **{**own, "model_config.weight_cache_path": folder / "cache" / "drafted"})
+    keys = {**own, "model_config.weight_cache_path": folder / "cache" / "drafted", **extra}
+    return config_of(folder, PLANTED, **keys)
 
 
-def start_with_drafts(folder: Path) -> dict[str, Any]:
-    driver, found = start(drafted_config(folder), PLANTED)
+def start_with_drafts(folder: Path, draft: str = "draft", **extra: object) -> dict[str, Any]:
+    driver, found = start(drafted_config(folder, draft, **extra), PLANTED)
     made = Drafting(driver).generate(0, list(range(1, 8)), PROMPT, 0, [WIDTH] * 12)
     return {**found, **made, "draft_start": driver.runner.summary()["draft_start"]}
 
@@ -115,6 +120,7 @@ def run_later(folder: Path) -> dict[str, Any]:
         "mindspore": [needed_mindspore, "mindspore" in sys.modules],
         "planted": run_planted(folder),
         "planted drafts": run_planted_drafts(folder),
+        "changed drafts": run_changed_drafts(folder),
         "head": run_without_checkpoint(lambda: start_with_head(folder)),
     }
 
@@ -204,6 +210,18 @@ def run_planted_drafts(folder: Path) -> dict[str, Any]:
         results[name] = start_with_drafts(folder)
     results["repaired"] = start_with_drafts(folder)
     return results
+
+
+def run_changed_drafts(folder: Path) -> dict[str, Any]:
+    """Replaces the weights of the draft model by other values. Then starts agents with the files of the old weights.
+
+    The start ``without files`` converts the new weights itself.
+    """
+    without_files = start_with_drafts(folder, "other draft", **{"model_config.weight_cache_gib": 0})
+    weights = "model.safetensors"
+    shutil.copyfile(folder / "other draft" / weights, folder / "draft" / weights)
+    starts = {"first": start_with_drafts(folder), "second": start_with_drafts(folder)}
+    return {"without files": without_files, **starts}
 
 
 def run_without_checkpoint(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:

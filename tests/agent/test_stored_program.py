@@ -5,11 +5,13 @@ If the file is damaged or belongs to other settings, the agent ignores it and co
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agent.stored_program import store
 from performance.models.folders import write_model
 from performance.models.variants import FAMILY_VARIANTS, VARIANTS
 from support.agent_group import with_layers
@@ -34,6 +36,7 @@ REFUSED = {
 
 
 WORKER = Path(__file__).with_name("stored_program_worker.py")
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +49,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for model in MODELS:
         variant = {**VARIANTS, **FAMILY_VARIANTS}[model]
         write_model(with_layers(variant, NUM_LAYERS[model]), folder / model)
+    for number, name in enumerate(("draft", "other draft"), 1):
+        variant = with_layers(VARIANTS["gqa_tied"], NUM_LAYERS["gqa_tied"])
+        write_model(replace(variant, seed=variant.seed + number), folder / name)
     write_heads("mtp", folder / "head")
     with (
         ForkedProgram(WORKER, "first", str(folder), folder=folder) as one,
@@ -76,9 +82,20 @@ def test_a_stored_start_with_a_draft_model_makes_the_same_drafts(runs: dict[str,
     assert kinds == [("compiled", "compiled", "")] * 2 + [("stored program", "stored program", "")]
     assert first["digests"] == other["digests"] == later["digests"] == runs["first"]["gqa_tied"]["digests"]
     assert (first["output"], first["drafts"]) == (later["output"], later["drafts"])
-    for count, draft in later["drafts"]:
-        following = later["output"][count:][: len(draft)]
-        assert draft[: len(following)] == following, "the draft model is the model itself"
+    following = [later["output"][count:][: len(draft)] for count, draft in later["drafts"]]
+    own = [draft[: len(tokens)] for tokens, (_, draft) in zip(following, later["drafts"], strict=True)]
+    assert own != following, "the draft model has other weights than the model"
+
+
+def test_changed_weights_of_the_draft_model_are_used(runs: dict[str, Any]) -> None:
+    """The start after the change converts the draft model again and compiles its graph. The model's files stay."""
+    old, found = runs["later"]["drafted"], runs["later"]["changed drafts"]
+    without_files, first, second = (found[name] for name in ("without files", "first", "second"))
+    assert (without_files["start"], without_files["draft_start"]) == ("compiled", "compiled")
+    assert (first["start"], first["draft_start"]) == ("stored program", "compiled")
+    assert (second["start"], second["draft_start"], second["logged"]) == ("stored program", "stored program", "")
+    assert first["drafts"] == second["drafts"] == without_files["drafts"] != old["drafts"]
+    assert first["output"] == second["output"] == without_files["output"] == old["output"]
 
 
 @pytest.mark.parametrize("fault", ["damaged program", "damaged weights", "other bits"])
@@ -134,3 +151,12 @@ def test_other_starts_compile(runs: dict[str, Any], case: str, logged: str) -> N
     assert found["start"] == "compiled"
     assert logged in found["logged"]
     assert found["digests"] == runs["first"]["gqa_tied"]["digests"]
+
+
+def test_a_program_depends_on_all_code_that_makes_a_graph() -> None:
+    """These files choose the arguments of ``make_step_graph``, which change the launches."""
+    files = [file.relative_to(REPOSITORY) for file in (REPOSITORY / "agent").rglob("*.py")]
+    callers = [file for file in files if "make_step_graph(" in (REPOSITORY / file).read_text(encoding="utf-8")]
+    assert len(callers) >= 3
+    for file in callers:
+        assert {str(file), *map(str, file.parents)} & set(store._CODE), f"{file} is missing"
