@@ -136,6 +136,7 @@ class ModelRunner:
         self._model = self._start.load(
             self._config, self._part, lambda done, of: self._report("load", done, of), self.host_pool
         )
+        self._threads.weight_bytes = self._model.weight_bytes
         if self._drafter is not None:
             self._drafter.load(lambda done, of: self._report("load the draft model", done, of), self._model)
         elif self._config.draft is None and not self._entry.load(self._model, self.tiles):
@@ -240,30 +241,30 @@ class ModelRunner:
             self.ahead.settle()
         start = time.perf_counter_ns()
         inputs, moves = self._reader.read(slot, is_decode=is_decode), self._reader.read_moves(slot)
-        self._threads.begin_step(inputs.token_ids.size)
-        self._sampler.rows.start_rows(slot)
-        if self._last_tokens is not None:
-            self._last_tokens.check(inputs.token_ids, inputs.rows, inputs.query_lens)
-        if moves.size:
-            self.move_blocks(moves)
-        if self._last_tokens is not None:
-            return self._run_in_group(slot, inputs, start)
-        assert self._graph is not None, "compile() must come before any step"
-        if self._pooler is not None:
-            return self._run_pooled(slot, inputs, self._pooler, start)
-        try:
-            scores = self._graph.run(inputs, self._entry.of_step(inputs, slot))
-            computed = time.perf_counter_ns()
-            self._sample(scores, slot)
-        except RuntimeError as error:
-            raise self.after_failure(error) from error
-        check = self._made_check(slot) if slot.checked_row and is_decode else None
-        if check is not None:
-            check.keep(scores)
-        cost = self._with_drafts(cost_of_step(start, computed, scores), slot, inputs)
-        if check is not None:
-            self._run_check(check)
-        return cost
+        with self._threads.of_step(inputs.token_ids.size):
+            self._sampler.rows.start_rows(slot)
+            if self._last_tokens is not None:
+                self._last_tokens.check(inputs.token_ids, inputs.rows, inputs.query_lens)
+            if moves.size:
+                self.move_blocks(moves)
+            if self._last_tokens is not None:
+                return self._run_in_group(slot, inputs, start)
+            assert self._graph is not None, "compile() must come before any step"
+            if self._pooler is not None:
+                return self._run_pooled(slot, inputs, self._pooler, start)
+            try:
+                scores = self._graph.run(inputs, self._entry.of_step(inputs, slot))
+                computed = time.perf_counter_ns()
+                self._sample(scores, slot)
+            except RuntimeError as error:
+                raise self.after_failure(error) from error
+            check = self._made_check(slot) if slot.checked_row and is_decode else None
+            if check is not None:
+                check.keep(scores)
+            cost = self._with_drafts(cost_of_step(start, computed, scores), slot, inputs)
+            if check is not None:
+                self._run_check(check)
+            return cost
 
     def _with_drafts(self, cost: StepCost, slot: StepSlot, inputs: StepInputs) -> StepCost:
         """Makes drafts after a step that was sampled. Returns ``cost`` with the time of the draft model.

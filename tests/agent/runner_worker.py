@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -21,7 +22,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from block_sharing import run_block_sharing, run_move_refusals  # noqa: E402
 from step_driver import Part, StepDriver, blocks_for  # noqa: E402
 
+from agent import step_threads  # noqa: E402
 from agent.scores import whole_logits  # noqa: E402
+from agent.step_threads import StepThreads  # noqa: E402
+from llm_serving.config.sections import PowerConfig  # noqa: E402
 from llm_serving.errors import AgentError, ProtocolError  # noqa: E402
 from llm_serving.ipc.shm import LAST_TOKEN  # noqa: E402
 from performance.models.folders import write_model  # noqa: E402
@@ -448,6 +452,18 @@ def _step_error(driver: StepDriver, slot: Any, *, is_decode: bool = False) -> st
     return "no error"
 
 
+def run_quiet(driver: StepDriver) -> dict[str, Any]:
+    """Runs a small step in the quiet mode. Returns the changes of the threads and the bytes that decide on them."""
+    changes: list[bool] = []
+    threads, runner = StepThreads(PowerConfig("quiet")), driver.runner
+    threads.weight_bytes = runner._threads.weight_bytes
+    runner._threads, usual = threads, runner._threads
+    with mock.patch.object(step_threads, "set_alone", changes.append):
+        driver.prefill(Part([5, 6, 7], 0, blocks_for(0), row=0))
+    runner._threads = usual
+    return {"changes": changes, "weight_bytes": threads.weight_bytes}
+
+
 def main() -> None:
     dtype, op_table, weights, kv, folders, *models = sys.argv[1:]
     scratch = Path(folders)
@@ -472,6 +488,7 @@ def main() -> None:
             if (weights, kv) == ("auto", "auto"):
                 results["refusals"] = run_refusals(driver)
             results["moves"] = run_move_refusals(driver)
+            results["quiet"] = run_quiet(driver)
             results["summary"] = driver.runner.summary()
     print(json.dumps(results))
 

@@ -451,3 +451,8 @@ def test_progress_and_summary(small_results: SmallRun, setup: Setup) -> None:
     assert summary["host_kv_cache_bytes"] == 3 * 2 * 12 * 16 * 2 * 32 * element
     assert summary["huge_page_bytes"] >= 0
     assert summary.keys() >= {"kernel_isa", "cpu_threads", "load_seconds", "compile_seconds", "warm_up_seconds"}
+
+
+def test_one_thread_computes_a_small_step_and_all_threads_what_follows(small_results: SmallRun) -> None:
+    run = small_results(FLOAT32)
+    assert run["quiet"] == {"changes": [True, False], "weight_bytes": run["summary"]["weight_bytes"]}

@@ -6,7 +6,7 @@ import pytest
 
 from agent import step_threads
 from agent.backends import runtime
-from agent.step_threads import MAX_ALONE_TOKENS, StepThreads
+from agent.step_threads import MAX_ALONE_TOKENS, MAX_ALONE_WEIGHT_BYTES, StepThreads
 from llm_serving.config import load_config
 from llm_serving.config.sections import PowerConfig
 
@@ -20,11 +20,31 @@ def test_threads_sleep_at_once_in_quiet_mode_only(monkeypatch, mode, spins):
     assert calls == [spins]
 
 
-@pytest.mark.parametrize(("mode", "calls"), [("normal", []), ("quiet", [True, True, False, True])])
-def test_one_thread_computes_small_steps_in_quiet_mode_only(monkeypatch, mode, calls):
-    found: list[bool] = []
+@pytest.mark.parametrize(
+    ("mode", "num_tokens", "weight_bytes", "calls"),
+    [
+        ("normal", 1, 0, ["step"]),
+        ("quiet", MAX_ALONE_TOKENS, MAX_ALONE_WEIGHT_BYTES, [True, "step", False]),
+        ("quiet", MAX_ALONE_TOKENS + 1, MAX_ALONE_WEIGHT_BYTES, ["step"]),
+        ("quiet", 1, MAX_ALONE_WEIGHT_BYTES + 1, ["step"]),
+    ],
+)
+def test_one_thread_computes_small_steps_of_a_small_model_in_quiet_mode_only(
+    monkeypatch, mode, num_tokens, weight_bytes, calls
+):
+    found: list[bool | str] = []
     monkeypatch.setattr(step_threads, "set_alone", found.append)
     threads = StepThreads(PowerConfig(mode=mode))
-    for num_tokens in (1, MAX_ALONE_TOKENS, MAX_ALONE_TOKENS + 1, 1):
-        threads.begin_step(num_tokens)
+    threads.weight_bytes = weight_bytes
+    with threads.of_step(num_tokens):
+        found.append("step")
     assert found == calls
+
+
+def test_all_threads_compute_after_a_step_that_failed(monkeypatch):
+    found: list[bool] = []
+    monkeypatch.setattr(step_threads, "set_alone", found.append)
+    threads = StepThreads(PowerConfig(mode="quiet"))
+    with pytest.raises(RuntimeError), threads.of_step(1):
+        raise RuntimeError("the graph failed")
+    assert found == [True, False]
