@@ -312,7 +312,7 @@ def _draft_items(config: Config, rank: int, machine: Machine) -> tuple[MemoryIte
     weights, blocks = parts.pop(WEIGHTS), parts.pop(KV_CACHE)
     rest = sum(item.num_bytes for item in parts.values())
     items = (
-        _draft_weights(config, config.draft, weights),
+        _draft_weights(config, own, config.draft, weights),
         MemoryItem(f"draft model: {blocks.name}", blocks.num_bytes, blocks.basis),
         MemoryItem("draft model: steps", rest, "activations, logits, kernel scratch and replays"),
     )
@@ -321,8 +321,9 @@ def _draft_items(config: Config, rank: int, machine: Machine) -> tuple[MemoryIte
     return (*own_items, *_state_items(config, config.draft, makes_drafts=is_here))
 
 
-def _draft_weights(config: Config, draft: DraftModel, weights: MemoryItem) -> MemoryItem:
+def _draft_weights(config: Config, own: Config, draft: DraftModel, weights: MemoryItem) -> MemoryItem:
     """Returns the item of the draft model's weights. ``weights`` is the item of its layers, embedding and output layer.
+    ``own`` is the config of the draft model, whose weight format may differ from the model's.
 
     A head (EAGLE-3 or MTP) uses the model's embedding. It has one or two more linear layers with joined inputs, and
     norms of these inputs. If agents share the model, the agent with the head also has the model's whole embedding.
@@ -338,8 +339,8 @@ def _draft_weights(config: Config, draft: DraftModel, weights: MemoryItem) -> Me
     others = norms * hidden - shape.vocab_size * hidden
     if config.parallel_config.tensor_parallel > 1:
         others += head.vocab_size * head.hidden_size
-    num_bytes = weights.num_bytes + others * config.dtype_bytes + linear_bytes(config, joined)
-    return MemoryItem(name, num_bytes, f"a layer, its inputs and its output layer in {config.weight_format}")
+    num_bytes = weights.num_bytes + others * config.dtype_bytes + linear_bytes(own, joined)
+    return MemoryItem(name, num_bytes, f"a layer, its inputs and its output layer in {own.weight_format}")
 
 
 def _state_items(config: Config, draft: DraftModel, *, makes_drafts: bool) -> tuple[MemoryItem, ...]:

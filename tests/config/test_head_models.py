@@ -217,16 +217,19 @@ def test_a_hybrid_without_a_usable_mtp_layer_is_refused(tensors: tuple[str, ...]
 
 
 @pytest.mark.parametrize(
-    ("tensors", "stored"),
+    ("tensors", "stored", "linear_bits"),
     [
-        (("o_proj.weight",), (None, 1)),
-        (("o_proj.weight", "o_proj.weight_scale"), ("int4", 32)),
-        (("o_proj.qweight",), ("int4", 32)),
+        (("o_proj.weight",), (None, 1), 32),
+        (("o_proj.weight", "o_proj.weight_scale"), ("int4", 32), 4.625),
+        (("o_proj.qweight",), ("int4", 32), 4.625),
     ],
 )
 def test_the_mtp_layer_of_a_quantized_hybrid_may_be_floats(
-    tensors: tuple[str, ...], stored: tuple[str | None, int], tmp_path: Path
+    tensors: tuple[str, ...], stored: tuple[str | None, int], linear_bits: float, tmp_path: Path
 ) -> None:
+    """The memory plan counts the MTP layer in its own format, including the linear layer of its joined inputs. An int4
+    group of 64 values has a scale of 32 bits and a zero point of 8 bits, so a value takes 4.625 bits.
+    """
     names = [f"mtp.layers.0.self_attn.{each}" for each in tensors]
     folder = write_hybrid(tmp_path, "qwen3_5", "mtp.norm.weight", *names)
     stated = json.loads((folder / "config.json").read_text())
@@ -236,6 +239,13 @@ def test_the_mtp_layer_of_a_quantized_hybrid_may_be_floats(
     assert config.draft is not None
     assert (config.draft.stored_weight_format, config.draft.stored_weight_group) == stored
     assert (config.stored_weight_format, config.stored_weight_group) == ("int4", 32)
+    hidden, inner, query, key = 64, 160, 4 * 32, 2 * 32
+    attention = hidden * (2 * query + 2 * key) + query * hidden
+    linear = 2 * hidden * hidden + attention + 3 * hidden * inner + 419 * hidden
+    norms = 5 * hidden + 2 * 32
+    [weights] = [item for item in estimate_memory(config, PLENTY).items if item.name == "draft model: weights"]
+    assert weights.num_bytes == linear * linear_bits / 8 + 4 * norms
+    assert weights.basis.endswith(stored[0] or "float32")
 
 
 def test_an_eagle_head_of_a_hybrid_is_a_llama_layer(tmp_path: Path) -> None:
