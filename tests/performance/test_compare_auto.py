@@ -143,6 +143,7 @@ def test_only_a_complete_run_replaces_the_picture_of_the_readme(
     """``picture_paths`` returns the path without failures first, and the path with failures last."""
     assert main.PICTURE == REPOSITORY / "docs" / "pictures" / "peers.svg"
     of_folder = tmp_path / "peers.svg"
+    monkeypatch.delenv("LLM_KERNELS_ISA", raising=False)
 
     def paths(*options: str) -> tuple[Path, ...]:
         return main.picture_paths(main.build_parser().parse_args(["--auto", "--folder", str(tmp_path), *options]))
@@ -151,6 +152,9 @@ def test_only_a_complete_run_replaces_the_picture_of_the_readme(
     for options in (("--peers", "vllm"), ("--batch", "1"), ("--rounds", "1"), ("--set", "model_config.seed=1")):
         assert paths(*options) == (of_folder,), options
     assert paths("--svg", "mine.svg") == (Path("mine.svg"),)
+    with monkeypatch.context() as limited:
+        limited.setenv("LLM_KERNELS_ISA", "avx2")
+        assert paths() == (of_folder,), "only this server would be limited"
     monkeypatch.setattr(main, "PICTURE", tmp_path / "no" / "checkout" / "peers.svg")
     assert paths() == (of_folder,)
 

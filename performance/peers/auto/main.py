@@ -10,7 +10,7 @@ set in a second environment. A peer fails if one of its threads uses AVX-512. A 
 left out, and the program prints the reason.
 
 A run with the default options in a source tree, in which no program failed, replaces the README's picture. Any other
-run writes its picture into the folder. The program prints the path.
+run writes its picture into the folder, also if LLM_KERNELS_ISA limits this server. The program prints the path.
 
 examples:
   compare_peers.py --auto
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for picture in picture_paths(parsed):
         if parsed.json is not None and numbers_path(picture).resolve() == parsed.json.resolve():
             raise UsageError(f"the picture's numbers are in {parsed.json}; choose another file for --json")
-        if parsed.isa is not None and picture.resolve() == PICTURE:
+        if parsed.isa is not None and numbers_path(picture).resolve() == numbers_path(PICTURE):
             raise UsageError("the README's picture has no limit of --isa; choose another file for --svg")
     parsed.folder = parsed.folder.resolve()
     with environment_variables(limited_environment(parsed.isa, "ours", parsed.folder)):
@@ -131,6 +132,7 @@ def picture_paths(parsed: argparse.Namespace) -> tuple[Path, ...]:
         return (parsed.svg,)
     defaults = build_parser().parse_args([])
     is_complete = all(getattr(parsed, name) == getattr(defaults, name) for name in PICTURED)
+    is_complete = is_complete and not os.environ.get("LLM_KERNELS_ISA")
     limit = "" if parsed.isa is None else f"_{parsed.isa}"
     of_folder = parsed.folder / f"{PICTURE.stem}{limit}{PICTURE.suffix}"
     return (PICTURE, of_folder) if is_complete and PICTURE.parent.is_dir() else (of_folder,)
