@@ -243,6 +243,21 @@ def test_an_environment_with_other_packages_is_created_again(tmp_path: Path, mon
         environments.environment_python(tmp_path, "vllm")
 
 
+def test_an_environment_that_was_built_with_other_variables_is_created_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    monkeypatch.setattr(environments.venv, "create", lambda place, with_pip: made.append(place) or _fake_python(place))
+    for flags in ("-O2", "-O2", "-O3"):
+        monkeypatch.setitem(environments.BUILD, "llama_cpp", {"CMAKE_ARGS": flags})
+        environments.environment_python(tmp_path, "llama_cpp")
+    assert len(made) == 2
+    monkeypatch.delitem(environments.BUILD, "llama_cpp")
+    for _ in range(2):
+        environments.environment_python(tmp_path, "llama_cpp")
+    assert len(made) == 3
+
+
 def _fake_python(place: Path) -> None:
     python = place / "bin" / "python"
     python.parent.mkdir(parents=True)

@@ -1,6 +1,7 @@
 """Creates a virtual environment for each peer, with pinned packages.
 
-The packages come from pip's configured index. If the packages in this file change, the environment is created again.
+The packages come from pip's configured index. If the packages or the build variables of a peer change, its environment
+is created again.
 A peer that must be built for an instruction set has a second environment, for example ``llama_cpp_avx2``.
 """
 
@@ -41,6 +42,9 @@ crashes with AMX.
 """
 
 STAMP = "packages.txt"
+"""Name of the file with the packages of a complete environment."""
+BUILD_STAMP = "build.txt"
+"""Name of the file with the build variables of an environment. It does not exist if there are none."""
 
 
 def environment_python(folder: Path, kind: str, isa: str | None = None) -> Path:
@@ -53,7 +57,8 @@ def environment_python(folder: Path, kind: str, isa: str | None = None) -> Path:
     name, build = (kind, BUILD.get(kind, {})) if limited is None else (f"{kind}_{isa}", limited)
     place = folder / name
     python, stamp = place / "bin" / "python", place / STAMP
-    if stamp.is_file() and stamp.read_text(encoding="utf-8").split() == list(packages):
+    variables = "".join(f"{variable}={value}\n" for variable, value in sorted(build.items()))
+    if _text_of(stamp).split() == list(packages) and _text_of(place / BUILD_STAMP) == variables:
         return python
     shutil.rmtree(place, ignore_errors=True)
     print(f"{name}: installing {', '.join(packages)} into {place}", file=sys.stderr, flush=True)
@@ -71,5 +76,12 @@ def environment_python(folder: Path, kind: str, isa: str | None = None) -> Path:
     if code != 0:
         last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
         raise LoadTestError(f"{name}: pip ended with {code}: {last}; all of its output is in {log}")
+    if variables:
+        (place / BUILD_STAMP).write_text(variables, encoding="utf-8")
     stamp.write_text("\n".join(packages) + "\n", encoding="utf-8")
     return python
+
+
+def _text_of(file: Path) -> str:
+    """Returns the text of a file, or an empty text if the file does not exist."""
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
