@@ -274,6 +274,22 @@ def test_requests_of_a_burst_count_before_the_engine_knows_them(
     assert places[1:] == [1, 0], "a request is no longer expected when the engine knows it"
 
 
+def test_a_beam_search_is_no_longer_expected_when_the_engine_knows_it(
+    rig: Refusing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, found = rig.server.engine, []
+    search = engine.search
+
+    async def searched(*arguments: Any, **options: Any) -> Any:
+        found.append(rig.server.app.state.expected.num)
+        return await search(*arguments, **options)
+
+    monkeypatch.setattr(engine, "search", searched)
+    body = json.dumps({"prompt": "a", "use_beam_search": True}).encode()
+    assert burst(rig, http_request(PATH, body, key_of("alice"))) == [200]
+    assert found == [0]
+
+
 def test_a_request_that_does_not_reach_the_engine_keeps_no_place(rig: Refusing, places: list[int]) -> None:
     assert burst(rig, INVALID, INVALID, VALID) == [400, 400, 429]
     with rig.server.raw(VALID[:-1]), rig.server.raw(VALID[:-1]):  # the last byte of the body does not arrive

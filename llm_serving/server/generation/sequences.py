@@ -194,8 +194,7 @@ class Generation:
         """
         if self._visit is not None:
             self._visit.reserve(self.num_prompt_tokens, sum(choice.sampling.max_tokens for choice in self._sequences))
-        if self._expected is not None:
-            self._expected.end()
+        self._end_expectation()
         num_tokens = 0
         for choice in self._sequences:
             num_tokens += OPEN_OVERHEAD_TOKENS + len(choice.prompt.token_ids)
@@ -260,6 +259,7 @@ class Generation:
         num_prompt_tokens = len(choice.prompt.token_ids)
         if self._visit is not None:
             self._visit.reserve(num_prompt_tokens, params.width * params.max_tokens)
+        self._end_expectation()
         self._log_arrival(replace(choice, request_id=name))
         self._searches.append(name)
         prompt = choice.prompt.token_ids
@@ -300,6 +300,13 @@ class Generation:
             return
         self._is_refused = True
         self.state.log.event("request_refused", request_id=self.request_id, code=error.code, message=str(error))
+
+    def _end_expectation(self) -> None:
+        """Counts the HTTP request no longer as expected. Call this method just before the engine knows the request, so
+        that it does not count twice.
+        """
+        if self._expected is not None:
+            self._expected.end()
 
     def _log_arrival(self, choice: Choice) -> None:
         fields: dict[str, Any] = {
