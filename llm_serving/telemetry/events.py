@@ -284,7 +284,8 @@ EVENTS: Mapping[str, LogEvent] = {
     ),
     "event_loop_blocked": LogEvent(
         "The event loop served no client for a time in which the server's process was busy. At most 5 lines per "
-        "second are written.",
+        "second are written. Without an active request, the loop is measured only for 0.1 s after a client has sent "
+        "data. In the quiet mode, stalls of up to 150 ms may be missed.",
         {
             "seconds": "time for which the loop was blocked",
             "cpu_seconds": "processor time of the server's process in this time",

@@ -53,7 +53,9 @@ class Metrics:
         )
         self._stall = Gauge(
             "llm_serving_event_loop_longest_stall_seconds",
-            "Longest time since the last scrape during which the event loop was blocked and served no client.",
+            "Longest time since the last scrape during which the event loop was blocked and served no client. Without "
+            "an active request, the loop is measured only for 0.1 s after a client has sent data. In the quiet mode, a "
+            "stall may be up to 0.1 s longer than this figure.",
             registry=self.registry,
         )
         self._busy_stall = Gauge(
