@@ -72,6 +72,16 @@ CATCH_UP_TOKENS = 16
 within this number of tokens.
 """
 
+MIN_LIGHT_TOKENS = 64
+"""Minimum size of a step for light keys only, in prompt tokens. Smaller steps would pay the fixed time of a step for
+few tokens, and the decoding sequences would never get ahead. If ``LONGEST_STEP`` allows fewer tokens, this is the size.
+"""
+
+MAX_AHEAD = 4.0
+"""A sequence counts as at most this number of the server's objectives ahead. So one sequence that is far ahead does not
+hide that the others are not.
+"""
+
 MIN_LEAD_S = 0.002
 """Minimum seconds from sending a step to the expected end of the running step.
 
@@ -98,7 +108,9 @@ class _Pace:
     longest_s: float
     """``LONGEST_STEP`` times the shortest objective of all decoding sequences. The step must not take longer."""
     spare_s: float
-    """Mean seconds by which the decoding sequences are ahead of their objective. Infinity without these sequences."""
+    """Mean seconds by which the decoding sequences are ahead of their objective. Infinity without these
+    sequences.
+    """
 
 
 class Slo(MixedPolicy):
@@ -122,7 +134,9 @@ class Slo(MixedPolicy):
         self._has_completed = False
         """True if a step has completed since ``_runs_until`` was updated."""
         self._spare_s = float("inf")
-        """``_Pace.spare_s`` of the last step with decoding sequences."""
+        """``_Pace.spare_s`` when the last step was composed, minus the time of later steps for light keys. Infinity if
+        no light key was active and no prompt was in progress.
+        """
 
     def next_step(self, now: float) -> ScheduledStep | None:
         step = self._light_step(self._light_tokens(), now)
@@ -140,7 +154,8 @@ class Slo(MixedPolicy):
         self._num_steps += 1
         can_start = state.intake and state.running.num_free_rows
         if not (can_start or state.running.num_prefilling) or not self._model.is_known:
-            self._spare_s = float("inf")
+            is_needed = self._model.is_known and self._mixed.light_keys.is_active(now)
+            self._spare_s = self._pace(now).spare_s if is_needed else float("inf")
             return self._mixed.mixed(limits.mixed_step_tokens, now, StepReason.BUDGET_SHARED)
         pace = self._pace(now)
         self._spare_s = pace.spare_s
@@ -198,14 +213,15 @@ class Slo(MixedPolicy):
 
     def _light_tokens(self) -> int:
         """Returns the token budget of a prefill step for light keys only: as many tokens as fit ``LONGEST_STEP`` and
-        the time by which decoding sequences are ahead. 0 if they are not ahead.
+        the time by which decoding sequences are ahead. 0 if fewer than ``MIN_LIGHT_TOKENS`` fit this time.
         """
         limits, model = self._state.limits, self._model
         if not model.is_known:
             return limits.mixed_step_tokens
         longest_s = LONGEST_STEP * limits.tbt_objective * (1.0 - _MARGIN)
-        tokens = model.prompt_tokens_within(min(longest_s, self._spare_s), 0, 0)
-        return int(min(max(tokens, 0.0), limits.max_num_batched_tokens))
+        longest = min(model.prompt_tokens_within(longest_s, 0, 0), limits.max_num_batched_tokens)
+        tokens = min(model.prompt_tokens_within(self._spare_s, 0, 0), longest)
+        return int(tokens) if tokens >= max(min(MIN_LIGHT_TOKENS, longest), 1) else 0
 
     def _pace(self, now: float) -> _Pace:
         """Returns the limits for the time of the next step, in O(n) for n running sequences."""
@@ -233,8 +249,9 @@ class Slo(MixedPolicy):
                     step_s = min(step_s, objective)
                     slack_s = min(slack_s, slack)
                     num_able += 1
-                    behind_s += objective - slack
-                    ahead_s += (num_tokens - 1) * limit - passed
+                    # A sequence that is far ahead must not hide that the others are behind.
+                    behind_s += max(objective - slack, -state.limits.tbt_objective)
+                    ahead_s += min((num_tokens - 1) * limit - passed, MAX_AHEAD * state.limits.tbt_objective)
         if num_able:
             step_s -= min(max(behind_s / num_able, 0.0) / CATCH_UP_TOKENS, step_s / 2)
             spare_s = ahead_s / num_able
@@ -293,10 +310,10 @@ class Slo(MixedPolicy):
         model, running, intake = self._model, self._state.running, self._state.intake
         if not len(running) or not intake:
             return None
-        objective = min(pace.step_s, self._tbt_objective(intake.peek(now)) * (1.0 - _MARGIN))
-        spare = objective - model.seconds(len(running), pace.num_context_tokens, 0)
+        objective = self._tbt_objective(intake.peek(now)) * (1.0 - _MARGIN)
         if model.seconds(1, 0, 0) > objective:
             return None  # even a sequence that decodes alone would miss the objective, so a limit would not help
+        spare = min(pace.step_s, objective) - model.seconds(len(running), pace.num_context_tokens, 0)
         context = pace.num_context_tokens / pace.num_decoding if pace.num_decoding else 0.0
         sequence_s = model.sequence_s + model.context_s * context
         return max(0, int(spare / sequence_s)) if sequence_s > 0.0 else None

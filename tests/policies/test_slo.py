@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from llm_serving.policies.slo import LONGEST_STEP
+from llm_serving.policies.slo import MIN_LIGHT_TOKENS, LONGEST_STEP
 from llm_serving.request import Request
 from llm_serving.scheduler.limits import Policy, SchedulerLimits
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepReason
@@ -341,6 +341,33 @@ def test_the_pace_is_kept_if_the_time_between_steps_is_longer_than_a_step(hidden
     assert len(ended) > 100
     late = [request.request_id for request in ended if per_token_s(request) > 0.03]
     assert len(late) <= len(ended) / 50
+
+
+@pytest.mark.parametrize("objective", [None, 1000.0])
+def test_a_stream_far_ahead_does_not_hide_that_others_are_behind(objective: float | None) -> None:
+    """One stream has many tokens from a quiet time, or an objective of its own that it keeps easily."""
+    simulation = HiddenTime(slo_limits(tbt_objective=0.03, ttft_objective=1.0))
+    learn(simulation)
+    ahead = make_request("ahead", 5, 1900, arrival=simulation.now)
+    ahead.tbt_objective = objective
+    simulation.add(ahead)
+    for _ in range(800 if objective is None else 3):
+        simulation.step()
+    ended = flood(simulation, 300)
+    assert not ahead.is_finished
+    assert len(ended) > 100
+    late = [request.request_id for request in ended if per_token_s(request) > 0.03]
+    assert len(late) <= len(ended) / 50
+
+
+def test_a_step_of_light_keys_is_not_tiny() -> None:
+    simulation = timed(tbt_objective=0.03, ttft_objective=1.0, num_blocks=6000)
+    learn(simulation)
+    flood(simulation, 400, light=True)
+    steps = [step for step in simulation.steps if all(one.tenant.startswith("light") for one in step.requests)]
+    ends = [step for step in steps if any(step.do_sample)]
+    assert len(steps) > 10
+    assert min(step.num_tokens for step in steps if step not in ends) >= MIN_LIGHT_TOKENS
 
 
 def test_steps_of_light_keys_leave_the_other_streams_their_pace() -> None:
