@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from llm_serving.policies.slo import MIN_LIGHT_TOKENS, LONGEST_STEP
+from llm_serving.policies.slo import LONGEST_STEP, MIN_LIGHT_TOKENS
 from llm_serving.request import Request
 from llm_serving.scheduler.limits import Policy, SchedulerLimits
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepReason
