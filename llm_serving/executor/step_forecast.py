@@ -28,8 +28,8 @@ class StepForecast:
     """Learns from completed steps how long steps take, and predicts the time of other steps.
 
     The sizes of a step come from its step slot. The time of a step comes from its result, in which the agents state it.
-    Steps of unusual size are not predicted. Nor are steps that also move blocks, encode images or want drafts: a draft
-    model first computes all tokens that it has missed.
+    Steps of unusual size are not predicted. Steps that also move blocks, encode images or want drafts are not predicted
+    either: a draft model first computes all tokens that it has missed.
 
     The cost model gives each prompt token the same time. But a token late in a prompt attends to more earlier tokens,
     and takes longer. So the time of the prompt tokens is multiplied by a ratio, unless the ratio is below 1. For the

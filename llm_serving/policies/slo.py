@@ -212,8 +212,10 @@ class Slo(MixedPolicy):
         return self._model.seconds(int(num_decoding), int(num_context), int(num_prompt_tokens))
 
     def _light_tokens(self) -> int:
-        """Returns the token budget of a prefill step for light keys only: as many tokens as fit ``LONGEST_STEP`` and
-        the time by which decoding sequences are ahead. 0 if fewer than ``MIN_LIGHT_TOKENS`` fit this time.
+        """Returns the token budget of a prefill step for light keys only.
+
+        The step takes at most ``LONGEST_STEP``, and at most the time by which decoding sequences are ahead. Returns 0
+        if fewer than ``MIN_LIGHT_TOKENS`` fit this time.
         """
         limits, model = self._state.limits, self._model
         if not model.is_known:

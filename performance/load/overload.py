@@ -3,8 +3,8 @@
 The program starts a server with several API keys. Light keys send a few requests per second. Heavy keys send the
 overload. The goodput is the number of requests per second that meet their objectives. First the program searches for
 the request rate with the largest goodput, the rate of the peak. It doubles the rate until the goodput is clearly below
-the rate. Then it measures several rates around this goodput. The goodput leaves out the beginning of a load: at least
-two seconds, and as many as a response takes, because few responses end in this time.
+the rate. Then it measures several rates around this goodput. Few responses end at the beginning of a load. So the
+goodput leaves out at least two seconds, and as many as a response takes.
 
 The largest of several measured goodputs is too large on average, because chance has raised it. So the search only
 finds the rate. Then --rounds rounds follow, each with three loads of --duration seconds:

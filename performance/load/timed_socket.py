@@ -93,7 +93,7 @@ class TimedSocket:
     def watch(self, *, is_watched: bool) -> None:
         """Sets whether arriving bytes wake the event loop, which then reads them. Otherwise, only ``read`` reads them.
 
-        If the system cannot tell when bytes arrived, the socket is always watched.
+        If the system does not report when bytes arrived, the socket is always watched.
         """
         if is_watched == self._is_watched or not self.is_open or not _HAS_TIMESTAMPS:
             return

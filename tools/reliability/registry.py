@@ -67,8 +67,8 @@ class Verdict:
     number, or the sum of the counts. It must be at most ``limit``. If ``figure`` is empty, the check's figure is the
     number of tests that did not pass.
 
-    A value of another form, a count below 0, and numbers beside counts are mistakes of the tests. Such a check has no
-    figure and does not pass.
+    The check has no figure and does not pass if a value has another form, if a count is below 0, or if its tests
+    recorded both numbers and counts.
     """
 
     places: tuple[str, ...]

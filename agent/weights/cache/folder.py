@@ -182,7 +182,7 @@ class ArrayCache:
     def _make_space(self, size: int) -> bool:
         """Deletes old files until a new file of ``size`` bytes fits the configured limit and the disk.
 
-        Returns False if the new file cannot fit beside the files that this start uses.
+        Returns False if the new file cannot fit in addition to the files that this start uses.
         """
         own, used, all_entries = self._path, self._used - {self._path}, self._entries()
         entries = [(path, file_size) for path, file_size in all_entries if path not in used]
