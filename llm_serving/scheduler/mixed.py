@@ -61,7 +61,7 @@ class MixedComposer(StepComposer):
         """Returns a step with one token of each sequence that can decode, and chunks of prompts.
 
         Returns None if there is nothing to run. If sequences decode, ``budget`` is the step's maximum number of tokens.
-        But prompts get up to ``_MIN_CHUNK`` tokens even if they do not fit. Sequences whose drafts are in flight also
+        But prompts get up to ``_MIN_CHUNK`` tokens even if they do not fit. Sequences that wait with drafts also
         decode: they are not in the step, but their next tokens wait for its end. If no sequence decodes, ``budget``
         does not limit the step. ``starts`` decides which requests may start. The prompts in ``late`` can no longer be
         on time. They only get tokens that no other prompt can use.
@@ -110,9 +110,12 @@ class MixedComposer(StepComposer):
         return step
 
     def _num_behind_drafts(self) -> int:
-        """Returns the number of decoding sequences if a step with drafts is in flight, otherwise 0."""
+        """Returns the number of decoding sequences if one of them has a draft, otherwise 0.
+
+        A sequence with a draft waits until its step in flight has ended, even if this step does not verify the draft.
+        """
         running = self._state.running
-        if not self._state.may_have_drafts or not any(sequence.num_inflight_drafts for sequence in running):
+        if not self._state.may_have_drafts or not any(sequence.draft for sequence in running):
             return 0
         return sum(sequence.is_decoding for sequence in running)
 

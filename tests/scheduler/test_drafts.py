@@ -127,6 +127,26 @@ def test_a_prompt_behind_a_step_with_drafts_gets_only_a_chunk(policy: Policy) ->
     simulation.check_texts(64)
 
 
+@pytest.mark.parametrize("policy", [Policy.CHUNKED, Policy.SLO])
+def test_a_prompt_behind_a_sequence_with_a_draft_gets_only_a_chunk(policy: Policy) -> None:
+    """The sequence is in a mixed step in flight. Its draft is not in this step, but the sequence waits for the end."""
+    limits = make_limits(policy=policy, decode_steps_ahead=1, chunk_tokens=20, tbt_objective=5e-3, num_blocks=60)
+    simulation = Simulation(limits)
+    request = make_request("a", 6, 40)
+    simulation.add(request)
+    while len(request.output_token_ids) < 20:  # then policy slo has learnt the time of a step
+        schedule_one(simulation)
+        simulation.answer()
+    simulation.add(make_request("first", 48, 2), make_request("second", 48, 2))
+    assert schedule_one(simulation).kind is StepKind.MIXED
+    simulation.scheduler.offer_drafts([("a", [1, 2, 3])])
+    step = schedule_one(simulation)
+    assert all(each.request_id != "a" for each in step.requests)
+    assert step.num_tokens < 20
+    simulation.finish()
+    simulation.check_texts(64)
+
+
 def test_drafts_end_before_max_tokens() -> None:
     simulation, step, expected = drafted(6, max_tokens=4)
     assert step.num_drafts == 2
