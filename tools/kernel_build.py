@@ -88,10 +88,7 @@ of its set. portable.cc needs no flags.
 """
 PORTABLE = "portable"
 PARTS = ("general", "floats", "bfloats", "bytes")
-"""The parts of the kernels. Each part of a set is an object file (agent/kernels/arch/part.h).
-
-The first part takes the shortest time to compile.
-"""
+"""The parts of the kernels, the fastest to compile first. Each part of a set is an object file (arch/part.h)."""
 SHARED_PARTS = {
     "avx2_vnni": {"general": "avx2", "floats": "avx2", "bfloats": "avx2"},
     "avx512_vnni": {"general": "avx512", "floats": "avx512", "bfloats": "avx512"},

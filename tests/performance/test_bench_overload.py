@@ -8,6 +8,7 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -151,6 +152,15 @@ def test_goodput_counts_good_requests_that_end_between_the_settling_and_the_last
     assert run.goodput(ttft_ms=1000.0, tpot_ms=100.0, settle_s=2.0) == pytest.approx(1 / 8)
 
 
+async def flooded(serve: Callable[..., Awaitable[None]], rate: float) -> list[Result]:
+    """Sends ``rate`` requests per second for 0.2 s to a server whose connections ``serve`` handles."""
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    endpoint = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
+    run = await flood._Flood(endpoint, "m", Lengths((4, 4), (4, 4))).run([KeyLoad("one", "secret", rate)], 0.2, 0)
+    server.close()
+    return run.results
+
+
 def test_a_response_in_pieces_is_read_like_a_whole_one() -> None:
     async def results(reply: bytes, size: int) -> list[Result]:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -161,12 +171,7 @@ def test_a_response_in_pieces_is_read_like_a_whole_one() -> None:
                     await asyncio.sleep(0)
             writer.close()
 
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        endpoint = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
-        load = [KeyLoad("one", "secret", 20.0)]
-        run = await flood._Flood(endpoint, "m", Lengths((4, 4), (4, 4))).run(load, 0.2, 0)
-        server.close()
-        return run.results
+        return await flooded(serve, 20.0)
 
     body = b'{"error":{"message":"no","code":"queue_full"}}'
     refusal = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
@@ -200,16 +205,8 @@ def test_the_events_of_a_stream_do_not_wake_the_client_and_the_end_has_the_time_
             ends.append(perf_counter())
         writer.close()
 
-    async def run() -> list[Result]:
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        endpoint = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
-        load = [KeyLoad("one", "secret", 5.0)]
-        found = await flood._Flood(endpoint, "m", Lengths((4, 4), (4, 4))).run(load, 0.2, 0)
-        server.close()
-        return found.results
-
     monkeypatch.setattr(flood._Connection, "received", counted)
-    [result] = asyncio.run(run())
+    [result] = asyncio.run(flooded(serve, 5.0))
     assert num_reads <= 3  # the first event, perhaps some events in the first interval, and the others
     assert result.end is not None
     assert result.end <= ends[0] + 0.05

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 FAULT_MODULE = Path(__file__).resolve().parent / "fault_module"
 
@@ -17,14 +18,5 @@ def fault_environment(**variables: str) -> Iterator[None]:
     ``variables`` configure the module.
     """
     path = os.pathsep.join(filter(None, [str(FAULT_MODULE), os.environ.get("PYTHONPATH", "")]))
-    values = {**variables, "PYTHONPATH": path}
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
+    with patch.dict(os.environ, {**variables, "PYTHONPATH": path}):
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
