@@ -5,6 +5,7 @@ environments.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,17 @@ def test_every_peer_is_compared_with_this_server_in_its_precision() -> None:
     llama_cpp = ["ours int8", "llama.cpp Q8_0", "ours int4", "llama.cpp Q4_1 (the file)"]
     assert [program.name for program in chosen_programs(("llama_cpp",))] == llama_cpp
     assert chosen_programs(("llama_cpp", "openvino", "vllm")) == list(PROGRAMS)
+
+
+def test_the_axis_has_the_powers_of_two_around_all_bars() -> None:
+    picture = draw({"int8": Comparison({"batch 1": Span(0.3, 17.0, 2, ("slow",))}, (), 2)})
+    ticks = [f">{2.0**power:g}<" in picture for power in range(-3, 7)]
+    assert ticks == [False, *[True] * 8, False], "0.25 to 32"
+    bar = re.search(r'<rect x="(\d+)" y="\d+" width="(\d+)"', picture)
+    assert bar is not None
+    lines = [int(x) for x in re.findall(r'<path d="M(\d+) ', picture)]
+    assert lines[0] < int(bar[1]) < lines[1], "0.3 is between 0.25 and 0.5"
+    assert lines[-2] < int(bar[1]) + int(bar[2]) < lines[-1], "17 is between 16 and 32"
 
 
 def test_the_picture_has_its_numbers_beside_it(tmp_path: Path) -> None:

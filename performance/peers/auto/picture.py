@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -13,10 +14,10 @@ from performance.peers.auto.results import Comparison, Span
 FONT = 'font-family="DejaVu Sans, Helvetica, Arial, sans-serif"'
 COLOURS = ("#1565c0", "#ef6c00", "#2e7d32", "#6a1b9a", "#c62828", "#00838f", "#9e9d24", "#5d4037", "#ad1457", "#455a64")
 WARNING = "#c62828"
-MIN_SCALE = 2.5
-"""Largest ratio on the horizontal axis. If a measured ratio is larger, the axis ends at the measured ratio."""
-_UNIT, _LEFT, _BAR, _TOP = 170, 150, 16, 60
-"""Pixels of a ratio of 1, of the left margin, of a bar's height, and of the top margin."""
+AXIS = (0.5, 4.0)
+"""Least and largest ratio on the horizontal axis. The axis is longer if a measured ratio lies outside."""
+_DOUBLING, _LEFT, _BAR, _TOP = 140, 150, 16, 60
+"""Pixels between a ratio and twice this ratio, of the left margin, of a bar's height, and of the top margin."""
 _ROW, _LINE = _BAR + 8, 18
 """Heights in pixels of a bar and of a line of text, including the space below."""
 _GAP, _CHARACTER = 6, 7
@@ -49,22 +50,36 @@ def draw(comparisons: Mapping[str, Comparison], isa: str | None = None) -> str:
     """Returns the picture as SVG. The picture names the peers of each precision, and the peers that are missing from
     all or some bars. It also names the instruction set ``isa`` that all programs were limited to.
     """
-    most = max([MIN_SCALE, *(span.largest for each in comparisons.values() for span in each.spans.values())])
-    width = _LEFT + max([int((most + 0.55) * _UNIT), *map(_width, comparisons.values())])
+    ticks = _ticks(comparisons)
+    first = ticks[0]
+    width = _LEFT + max([_pixels(ticks[-1], first) + 20, *(_width(each, first) for each in comparisons.values())])
     height = _TOP + sum(_height(each) for each in comparisons.values())
     limit = "that was measured" if isa is None else f"(all with {isa})"
     title = f"tokens per second / those of the fastest peer {limit}; bars span all rounds"
     parts = [svg_text(_LEFT, 22, title, "start", 13)]
-    for tick in (0.5 * number for number in range(1, int(2 * most) + 1)):
-        x = _LEFT + int(tick * _UNIT)
+    for tick in ticks:
+        x = _LEFT + _pixels(tick, first)
         colour, dash = (WARNING, "") if tick == 1.0 else ("#cfd8dc", ' stroke-dasharray="3 3"')
         parts.append(f'<path d="M{x} {_TOP - 14} V{height - 10}" stroke="{colour}"{dash}/>')
         parts.append(svg_text(x, _TOP - 20, f"{tick:g}", "middle", 11))
     y = _TOP
     for colour, (precision, each) in zip(COLOURS, comparisons.items(), strict=False):
-        parts += _section(y, colour, precision, each)
+        parts += _section(y, colour, precision, each, first)
         y += _height(each)
     return svg_document(width, height, "Speed relative to the fastest peer", parts)
+
+
+def _ticks(comparisons: Mapping[str, Comparison]) -> list[float]:
+    """Returns the ratios that the axis names: powers of two, from below the least bar to above the largest one."""
+    spans = [span for each in comparisons.values() for span in each.spans.values()]
+    least = min([AXIS[0], *(span.least for span in spans)])
+    largest = max([AXIS[1], *(span.largest for span in spans)])
+    return [2.0**power for power in range(math.floor(math.log2(least)), math.ceil(math.log2(largest)) + 1)]
+
+
+def _pixels(ratio: float, first: float) -> int:
+    """Returns the distance of ``ratio`` from ``first``, the least ratio of the axis. The axis is logarithmic."""
+    return int(math.log2(ratio / first) * _DOUBLING)
 
 
 def _height(comparison: Comparison) -> int:
@@ -76,18 +91,22 @@ def _peers(comparison: Comparison) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for span in comparison.spans.values() for name in span.peers))
 
 
-def _width(comparison: Comparison) -> int:
-    """Returns an upper limit of a section's width in pixels, without the column of row names on the left."""
+def _width(comparison: Comparison, first: float) -> int:
+    """Returns an upper limit of a section's width in pixels, without the column of row names on the left. ``first`` is
+    the least ratio of the axis.
+    """
     ends = [
-        int(span.largest * _UNIT) + _GAP + _CHARACTER * len(_label(span, _peers(comparison), comparison.rounds))
+        _pixels(span.largest, first) + _GAP + _CHARACTER * len(_label(span, _peers(comparison), comparison.rounds))
         for span in comparison.spans.values()
     ]
     names = (_peers(comparison), comparison.missing)
     return max([*ends, *(_CHARACTER * len(f"not measured: {', '.join(each)}") for each in names)])
 
 
-def _section(y: int, colour: str, precision: str, comparison: Comparison) -> Iterable[str]:
-    """Yields the SVG elements of one precision: its name, its peers, and a bar for each row of results."""
+def _section(y: int, colour: str, precision: str, comparison: Comparison, first: float) -> Iterable[str]:
+    """Yields the SVG elements of one precision: its name, its peers, and a bar for each row of results. ``first`` is
+    the least ratio of the axis.
+    """
     peers = _peers(comparison)
     yield svg_text(16, y + 12, precision, "start", 13, bold=True)
     yield svg_text(_LEFT, y + 12, f"peers: {', '.join(peers) or 'none was measured'}", "start", 11)
@@ -96,7 +115,8 @@ def _section(y: int, colour: str, precision: str, comparison: Comparison) -> Ite
         yield svg_text(_LEFT, y + 12, f"not measured: {', '.join(comparison.missing)}", "start", 11, colour=WARNING)
         y += _LINE
     for row, span in comparison.spans.items():
-        x, length = _LEFT + int(span.least * _UNIT), int((span.largest - span.least) * _UNIT)
+        x = _LEFT + _pixels(span.least, first)
+        length = _LEFT + _pixels(span.largest, first) - x
         yield svg_text(_LEFT - 10, y + 12, row, "end", 12)
         yield f'<rect x="{x}" y="{y}" width="{length}" height="{_BAR}" rx="3" fill="{colour}"/>'
         yield svg_text(x + length + _GAP, y + 12, _label(span, peers, comparison.rounds), "start", 11)
