@@ -1,6 +1,6 @@
 """Starts agents with stored programs in a separate process, and prints the results as JSON.
 
-python tests/agent/stored_program_worker.py first|later FOLDER
+python tests/agent/stored_program_worker.py first|other|later FOLDER
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,8 +97,19 @@ def start_with_head(folder: Path) -> dict[str, Any]:
 
 
 def run_first(folder: Path) -> dict[str, Any]:
-    results = {model: start(config_of(folder, model), model)[1] for model in MODELS}
+    results = run_models(folder, "first")
     return {**results, "drafted": start_with_drafts(folder), "head": start_with_head(folder)}
+
+
+def run_models(folder: Path, name: str) -> dict[str, Any]:
+    """Starts an agent of each model for the first time, at the same time as the process of the other name."""
+    found = {}
+    for model in MODELS:
+        (folder / f"{model} {name}").touch()
+        while not all((folder / f"{model} {each}").exists() for each in ("first", "other")):
+            time.sleep(0.01)
+        found[model] = start(config_of(folder, model), model)[1]
+    return found
 
 
 def run_later(folder: Path) -> dict[str, Any]:
@@ -238,6 +250,6 @@ def run_without_checkpoint(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run = {"first": run_first, "later": run_later}[sys.argv[1]]
-    print(json.dumps(run(Path(sys.argv[2]))), flush=True)
+    runs = {"first": run_first, "other": lambda folder: run_models(folder, "other"), "later": run_later}
+    print(json.dumps(runs[sys.argv[1]](Path(sys.argv[2]))), flush=True)
     os._exit(0)

@@ -55,7 +55,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     write_heads("mtp", folder / "head")
     with (
         ForkedProgram(WORKER, "first", str(folder), folder=folder) as one,
-        ForkedProgram(WORKER, "first", str(folder), folder=folder) as two,
+        ForkedProgram(WORKER, "other", str(folder), folder=folder) as two,
     ):
         first, other = (printed_json(agent.wait(300)) for agent in (one, two))
     later = printed_json(run_program(WORKER, "later", str(folder), folder=folder, timeout=300))
@@ -77,10 +77,10 @@ def test_a_stored_start_needs_no_mindspore_before_a_profile(runs: dict[str, Any]
 
 def test_a_stored_start_with_a_draft_model_makes_the_same_drafts(runs: dict[str, Any]) -> None:
     """``test_a_stored_start_needs_no_mindspore_before_a_profile`` includes this start."""
-    first, other, later = (runs[name]["drafted"] for name in ("first", "at the same time", "later"))
-    kinds = [(run["start"], run["draft_start"], run["logged"]) for run in (first, other, later)]
-    assert kinds == [("compiled", "compiled", "")] * 2 + [("stored program", "stored program", "")]
-    assert first["digests"] == other["digests"] == later["digests"] == runs["first"]["gqa_tied"]["digests"]
+    first, later = (runs[name]["drafted"] for name in ("first", "later"))
+    kinds = [(run["start"], run["draft_start"], run["logged"]) for run in (first, later)]
+    assert kinds == [("compiled", "compiled", ""), ("stored program", "stored program", "")]
+    assert first["digests"] == later["digests"] == runs["first"]["gqa_tied"]["digests"]
     assert (first["output"], first["drafts"]) == (later["output"], later["drafts"])
     following = [later["output"][count:][: len(draft)] for count, draft in later["drafts"]]
     own = [draft[: len(tokens)] for tokens, (_, draft) in zip(following, later["drafts"], strict=True)]
