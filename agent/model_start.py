@@ -6,24 +6,28 @@ An earlier start may have stored the converted weights (``agent.weights.cache``)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agent.backends.cpu.ops import FusedCpuOps
 from agent.backends.runtime import start_runtime, start_without_mindspore
 from agent.group.model_part import ModelPart
-from agent.kernels import StepBuffers
+from agent.kernels import RecordedLaunches, StepBuffers
 from agent.model_loading import LoadedModel, load_model, load_without_network, with_network
+from agent.step_graph.fused_steps import FusedStepGraph
 from agent.step_graph.interface import StepGraph
+from agent.stored_program.graph import StoredStepGraph
+from agent.stored_program.proof import ProofRun
 from agent.stored_program.start import StoredStart
 from agent.stored_program.store import ProgramStore
 from agent.weights.cache.folder import WeightCache
+from agent.weights.storage import Array
 from llm_serving.config import Config
 from llm_serving.errors import AgentError
 from llm_serving.ipc.host_pool import HostPoolMemory
-from llm_serving.ipc.shm import StepSlot
 
 if TYPE_CHECKING:
     from agent.models.registry import ModelDefinition
@@ -108,35 +112,67 @@ class ModelStart:
         """Returns a graph that runs the stored launches. Returns None if there are none, or if they do not fit the
         model.
 
-        ``compile_graph`` compiles the same graph with MindSpore. The returned graph calls it for profiles.
+        ``compile_graph`` compiles the same graph with MindSpore. The returned graph calls it only for a profile, which
+        must show MindSpore's launches.
+        """
+        launches = self.stored_launches(model, buffers)
+        if launches is None:
+            return None
+        assert isinstance(model.ops, FusedCpuOps), "only fused operators are stored"
+
+        def compiled() -> FusedStepGraph:
+            graph = compile_graph()
+            assert isinstance(graph, FusedStepGraph), "only fused operators are stored"
+            return graph
+
+        return StoredStepGraph(model.ops, buffers, launches[0], compiled)
+
+    def stored_launches(
+        self, model: LoadedModel, buffers: StepBuffers, inputs: Mapping[str, Array] | None = None
+    ) -> tuple[RecordedLaunches, ...] | None:
+        """Returns the stored launches of each graph, ready for replays. Returns None if there are none, or if they do
+        not fit the model.
+
+        ``inputs`` are arrays with further inputs of the graphs (``StoredStart.restore``).
         """
         if not self.is_stored:
             return None
         assert self._program is not None
-        graph = self._program.make_graph(model, buffers, compile_graph)
-        self.is_stored = graph is not None
-        return graph
+        launches = self._program.restore(model, buffers, inputs or {})
+        self.is_stored = launches is not None
+        return launches
 
-    def is_proved(self, model: LoadedModel, run_step: Callable[[StepSlot], object]) -> bool:
-        """Runs test steps with the stored launches. Returns True if they give the bits that MindSpore's graph gave in
+    def is_proved(self, model: LoadedModel, *runs: ProofRun) -> bool:
+        """Runs test steps with the stored launches. Returns True if they give the bits that MindSpore's graphs gave in
         an earlier start.
 
-        Otherwise deletes the stored launches. The caller must then compile the graph.
+        Otherwise deletes the stored launches. The caller must then compile the graphs. ``runs`` has one function for
+        each graph.
         """
         assert self._program is not None
         try:
-            self.is_stored = self._program.is_proved(model, run_step)
+            self.is_stored = self._program.is_proved(model, runs)
         except AgentError as problem:
             self._program.drop(str(problem))
             self.is_stored = False
         return self.is_stored
 
     def keep(
-        self, model: LoadedModel, buffers: StepBuffers, graph: StepGraph, run_step: Callable[[StepSlot], object]
+        self,
+        model: LoadedModel,
+        buffers: StepBuffers,
+        graph: StepGraph,
+        *runs: ProofRun,
+        inputs: Mapping[str, Array] | None = None,
     ) -> None:
-        """Stores the operator calls (launches) of MindSpore's graph for the next start.
+        """Stores the operator calls (launches) of MindSpore's graphs for the next start.
 
-        Does nothing if this agent stores no programs.
+        Does nothing if this agent stores no programs. ``runs`` has one function for each graph. ``stored_launches``
+        describes ``inputs``.
         """
-        if self._program is not None:
-            self._program.keep(model, buffers, graph, run_step)
+        if self._program is None:
+            return
+        from agent.step_graph.static import StaticStepGraph  # imports mindspore
+
+        if isinstance(graph, StaticStepGraph):
+            self._program.keep(model, buffers, inputs or {}, graph.replayed_graphs, runs)

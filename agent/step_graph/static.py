@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from mindspore import Tensor, nn
 
 from agent.backends.cpu.ops import FusedCpuOps
-from agent.compiled_graph import CompiledGraph
 from agent.group.exchange import all_agree
 from agent.kernels import StepBuffers
-from agent.layers.parameter import as_storage, as_tensor
 from agent.step_graph.fused_steps import FusedStepGraph
-from agent.step_graph.replay.fused import FusedReplays
+from agent.step_graph.replayed_graph import ReplayedGraph
 from agent.weights.storage import Array
 
 
@@ -31,27 +27,21 @@ class StaticStepGraph(FusedStepGraph):
             buffers.query_lens,
             buffers.counts,
         )
-        self._tensors = tuple(map(as_tensor, inputs))
-        self._graph = graph = CompiledGraph(_StaticStep(model))
-        tensors = [*self._tensors, *graph.parameters(), *graph.constants()]
-        self.replays = FusedReplays(lambda: graph.run(self._tensors), tensors, lambda vote: all_agree(ops.part, vote))
+        self._graph = ReplayedGraph(_StaticStep(model), inputs, lambda vote: all_agree(ops.part, vote))
+        self.replays = self._graph.replays
 
     def compile(self) -> None:
         """Compiles the graph and runs it with 0 tokens."""
         self._buffers.counts[:] = 0
-        self._graph.compile(self._tensors)
+        self._graph.compile()
 
     def set_replaying(self, replaying: bool) -> None:
         self.replays.is_paused = not replaying
 
-    def parameters(self) -> Iterator[tuple[str, int, Array]]:
-        """Yields the name, the address and the values of each parameter of the graph."""
-        for parameter in self._graph.parameters():
-            yield parameter.name, parameter.data_ptr(), as_storage(parameter)
-
-    def traceable(self) -> tuple[nn.Cell, tuple[Tensor, ...]]:
-        """Returns the outermost Cell and its inputs, for ``agent.stored_program.trace``."""
-        return self._graph.cell, self._tensors
+    @property
+    def replayed_graphs(self) -> tuple[ReplayedGraph, ...]:
+        """The compiled graph, for ``agent.stored_program.start``."""
+        return (self._graph,)
 
     def _compute(self, results: tuple[Array, ...], num_tokens: int) -> None:
         self.replays.run(results, num_tokens)

@@ -45,15 +45,20 @@ class StoredLaunch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StoredProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The launches of a graph. The result of the graph is the last argument of the last launch."""
+    """The launches of one or more graphs that are compiled together.
 
-    launches: tuple[StoredLaunch, ...]
+    The result of a graph is the last argument of its last launch.
+    """
+
+    graphs: tuple[tuple[StoredLaunch, ...], ...]
+    """The launches of each graph."""
     proof: str
-    """The digest of the logits of the proof (``agent.stored_program.proof``), computed by MindSpore's graph."""
+    """The digest of the results of the proof (``agent.stored_program.proof``), computed by MindSpore's graphs."""
 
 
 def make_launches(launches: tuple[StoredLaunch, ...], memory: Mapping[str, Array]) -> RecordedLaunches:
-    """Restores stored launches in this process: calls each operator once, and returns the recorded calls for replays.
+    """Restores the stored launches of a graph in this process: calls each operator once, and returns the recorded
+    calls for replays.
 
     ``memory`` maps the names in stored arguments to this process's arrays. The arrays of the step's inputs must
     describe a step without tokens, so that the calls compute nothing. Raises ProgramError if the operators refuse their

@@ -6,7 +6,7 @@ The proof runs a short prompt and one decode step. Their results must have the s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from agent.warm_up import make_step
 from llm_serving.config import Config
 from llm_serving.ipc.shm import StepSlot
 
+ProofRun = Callable[[StepSlot], object]
+"""Runs a step of the proof with one of the graphs of a program."""
 _BLOCK = 1
 """Id of the KV block that the steps of the proof write. No request uses it yet, because the agent is not ready."""
 _MOST_TOKENS = 8
@@ -41,10 +43,16 @@ def proof_steps(config: Config) -> list[StepSlot]:
     return steps
 
 
-def proof_digest(config: Config, ops: FusedCpuOps, run_step: Callable[[StepSlot], object]) -> str:
-    """Runs the steps of ``proof_steps`` and returns a digest of their logits and best tokens."""
+def proof_digest(config: Config, ops: FusedCpuOps, runs: Sequence[ProofRun]) -> str:
+    """Runs the steps of ``proof_steps`` with each graph, and returns a digest of the results.
+
+    The results are the logits, the best tokens, and the residual streams of ``OpTable.tap``. ``runs`` has one function
+    for each graph.
+    """
     digest = hashlib.sha256()
     for slot in proof_steps(config):
-        run_step(slot)
-        digest.update(ops.logits[0].tobytes() + ops.best_ids[0].tobytes())
+        for run in runs:
+            run(slot)
+            tapped = [tap[: slot.num_tokens] for tap in ops.taps]
+            digest.update(b"".join(array.tobytes() for array in (ops.logits[0], ops.best_ids[0], *tapped)))
     return digest.hexdigest()

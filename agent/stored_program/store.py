@@ -64,7 +64,8 @@ class ProgramStore(ArrayCache):
     def keep(self, program: StoredProgram, constants: dict[str, Array]) -> None:
         """Stores a program with the constants that it names."""
         text = np.frombuffer(msgspec.json.encode(program), np.uint8)
-        used = {argument.memory for launch in program.launches for argument in launch.arguments}
+        launches = [launch for graph in program.graphs for launch in graph]
+        used = {argument.memory for launch in launches for argument in launch.arguments}
         arrays = {_PROGRAM: text, **{name: array for name, array in constants.items() if name in used}}
         with self.keeping(sum(array.nbytes for array in arrays.values())) as keep:
             for name, array in arrays.items():

@@ -153,10 +153,10 @@ def rewrite(config: Config, **changes: Any) -> None:
 
 
 def with_argument(program: StoredProgram, **changes: Any) -> tuple[Any, ...]:
-    """Returns the launches of a program, in which one argument of the first launch is changed."""
-    first, *others = program.launches
+    """Returns the graphs of a program, in which one argument of the first launch is changed."""
+    (first, *others), *graphs = program.graphs
     argument = msgspec.structs.replace(first.arguments[0], **changes)
-    return (msgspec.structs.replace(first, arguments=(argument, *first.arguments[1:])), *others)
+    return ((msgspec.structs.replace(first, arguments=(argument, *first.arguments[1:])), *others), *graphs)
 
 
 def plant(folder: Path, config: Config, name: str) -> None:
@@ -172,12 +172,12 @@ def plant(folder: Path, config: Config, name: str) -> None:
     elif name == "other bits":
         rewrite(config, proof="0" * 64)
     elif name == "unknown memory":
-        rewrite(config, launches=with_argument(program, memory="nothing"))
+        rewrite(config, graphs=with_argument(program, memory="nothing"))
     elif name == "other type":
-        rewrite(config, launches=with_argument(program, type="float32"))
+        rewrite(config, graphs=with_argument(program, type="float32"))
     else:
         assert name == "no operator"
-        rewrite(config, launches=(msgspec.structs.replace(program.launches[0], operator="llmk_isa"),))
+        rewrite(config, graphs=((msgspec.structs.replace(program.graphs[0][0], operator="llmk_isa"),),))
 
 
 PLANTS = ("damaged program", "damaged weights", "other bits", "unknown memory", "other type", "no operator")
