@@ -125,15 +125,18 @@ def load_without_network(
     return LoadedModel(None, ops, weights, num_bytes, kv_cache, kv_cache.block_moves(()), adapters)
 
 
-def with_network(config: Config, part: ModelPart, model: LoadedModel) -> LoadedModel:
+def with_network(
+    config: Config, part: ModelPart, model: LoadedModel, definition: ModelDefinition | None = None
+) -> LoadedModel:
     """Builds the network of a model that was loaded without a network. The network uses the weights and caches of
     ``model``.
 
-    Imports mindspore, which must have been set up.
+    ``load_model`` describes ``definition``. Imports mindspore, which must have been set up.
     """
     from agent.models.registry import find_model
 
-    network = find_model(part.whole.architecture, config.model_config.model_type).build(config, model.ops)
+    definition = definition or find_model(part.whole.architecture, config.model_config.model_type)
+    network = definition.build(config, model.ops)
     parameters = network.parameters_dict()
     _bind_weights(parameters, model.weights, None)
     model.kv_cache.bind_parameters(parameters)

@@ -1,7 +1,7 @@
 """Starts the model of an agent: with MindSpore, or with the files that an earlier start has stored.
 
 An earlier start may have stored the converted weights (``agent.weights.cache``) and the launches of the graph
-(``agent.stored_program``). With both, an agent does not import MindSpore. A draft model has files of its own.
+(``agent.stored_program``). With both, an agent does not import MindSpore. A draft model or a head has files of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from agent.group.model_part import ModelPart
 from agent.kernels import RecordedLaunches, StepBuffers
 from agent.model_loading import LoadedModel, load_model, load_without_network, with_network
 from agent.step_graph.fused_steps import FusedStepGraph
+from agent.step_graph.head_steps import HeadGraph
 from agent.step_graph.interface import StepGraph
 from agent.stored_program.graph import StoredStepGraph
 from agent.stored_program.proof import ProofRun
@@ -26,6 +27,7 @@ from agent.stored_program.store import ProgramStore
 from agent.weights.cache.folder import WeightCache
 from agent.weights.storage import Array
 from llm_serving.config import Config
+from llm_serving.config.draft_model import Head
 from llm_serving.errors import AgentError
 from llm_serving.ipc.host_pool import HostPoolMemory
 
@@ -45,27 +47,28 @@ class ModelStart:
         self._used: set[Path] = set()
         """The files that this start has read or written. The files of the draft model do not replace them."""
         self._start_runtime = cache(partial(start_runtime, config, rank))  # one call sets up the whole process
-        self._open_files(config, rank, keeps_program=True)
+        self._open_files(config, rank)
         if self.is_stored:
             start_without_mindspore(config, rank)
         else:
             self._start_runtime()
 
-    def of_draft_model(self, config: Config, *, keeps_program: bool) -> ModelStart:
+    def of_draft_model(self, config: Config, head: Head | None = None) -> ModelStart:
         """Opens the files of an earlier start of the draft model or the head. Imports mindspore if they do not suffice.
 
-        ``config`` is its config, as ``draft_config`` returns it. Without ``keeps_program``, only its converted weights
-        are stored. Call this after ``load``, so that the files of the two models are not read at the same time.
+        ``config`` is its config, as ``draft_config`` returns it. ``head`` is None for a draft model. Call this after
+        ``load``, so that the files of the two models are not read at the same time.
         """
         start = copy(self)  # both models share the set-up of MindSpore and the set of used files
-        start._open_files(config, 0, keeps_program=keeps_program)
+        start._open_files(config, 0, head)
         if not start.is_stored:
             self._start_runtime()
         return start
 
-    def _open_files(self, config: Config, rank: int, *, keeps_program: bool) -> None:
+    def _open_files(self, config: Config, rank: int, head: Head | None = None) -> None:
         self._weights: WeightCache | None = None
         self._program: StoredStart | None = None
+        self._definition: ModelDefinition | None = None
         self.is_stored = False
         """True if the launches of the graph were read, or will be read, from a file that an earlier start has stored.
         """
@@ -73,8 +76,8 @@ class ModelStart:
             return
         self._weights = WeightCache(config, rank, self._used)
         self._weights.begin_load()
-        if keeps_program and self._weights.is_on and ProgramStore.fits(config):
-            self._program = StoredStart(config, rank, self._used)
+        if self._weights.is_on and ProgramStore.fits(config):
+            self._program = StoredStart(config, rank, self._used, head)
             self.is_stored = self._weights.has_entry and self._program.find()
 
     def load(
@@ -89,6 +92,7 @@ class ModelStart:
 
         See ``load_model`` for the other arguments and the errors.
         """
+        self._definition = definition
         if self.is_stored:
             assert self._weights is not None
             report(0, 1)
@@ -104,7 +108,7 @@ class ModelStart:
         if model.network is not None:
             return model
         self._start_runtime()
-        return with_network(config, part, model)
+        return with_network(config, part, model, self._definition)
 
     def stored_graph(
         self, model: LoadedModel, buffers: StepBuffers, compile_graph: Callable[[], StepGraph]
@@ -161,7 +165,7 @@ class ModelStart:
         self,
         model: LoadedModel,
         buffers: StepBuffers,
-        graph: StepGraph,
+        graph: StepGraph | HeadGraph,
         *runs: ProofRun,
         inputs: Mapping[str, Array] | None = None,
     ) -> None:
@@ -172,7 +176,8 @@ class ModelStart:
         """
         if self._program is None:
             return
-        from agent.step_graph.static import StaticStepGraph  # imports mindspore
+        from agent.step_graph.head_graph import StaticHeadGraph  # imports mindspore
+        from agent.step_graph.static import StaticStepGraph
 
-        if isinstance(graph, StaticStepGraph):
+        if isinstance(graph, StaticStepGraph | StaticHeadGraph):
             self._program.keep(model, buffers, inputs or {}, graph.replayed_graphs, runs)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from agent.backends.cpu.ops import FusedCpuOps
 from agent.drafting.network import DraftNetwork
 from agent.model_loading import LoadedModel
 from agent.model_start import ModelStart
+from agent.models.head_definition import EMBEDDING, HeadDefinition
 from agent.models.separate import whole_embedding
+from agent.step_graph.head_steps import HeadGraph, HeadStates, state_widths
 from agent.step_inputs import Int32Array, StepReader
+from agent.stored_program.graph import StoredHeadGraph
 from agent.warm_up import largest_steps, make_step
 from agent.weights.storage import Array, from_float32, to_float32
 from agent.weights.tensor_files import TensorFiles
@@ -30,10 +35,9 @@ of the reduced vocabulary: token id = index + offset.
 class HeadNetwork(DraftNetwork):
     """A head with its weights, its KV cache and its compiled graphs.
 
-    Call ``load_head``, ``compile`` and ``warm_up`` once, in this order. Imports mindspore.
+    Call ``load_head``, ``compile`` and ``warm_up`` once, in this order. ``load_head`` imports mindspore, unless an
+    earlier start has stored the weights and the launches of the graphs (``agent.stored_program``).
     """
-
-    keeps_program = False
 
     def __init__(self, config: Config, head: Head, model_start: ModelStart) -> None:
         """``config`` is the config of the head, as ``draft_config`` returns it. ``model_start`` is the start of the
@@ -46,8 +50,9 @@ class HeadNetwork(DraftNetwork):
         self._vocab_size = head.vocab_size
         self._tokens: Int32Array | None = None
         """Maps the indices of the head's logits to token ids. None means that each index is its own token id."""
-        self._embedding: Array | None = None
-        """The embedding of all tokens, [vocabulary, hidden_size]. The network uses its memory."""
+        self._states: HeadStates | None = None
+        """The memory of hidden states, which fused graphs read. None with other operators."""
+        self._head_graph: HeadGraph | None = None
         self._model_norm: Array | None = None
         """The weight of the model's last norm, if the head takes normalised hidden states. Otherwise None."""
 
@@ -58,9 +63,6 @@ class HeadNetwork(DraftNetwork):
         so this method reads the whole embedding from the model's files. ``report`` is called with the number of loaded
         tensors and the number of all tensors. Raises CheckpointError or AgentStartError.
         """
-        from agent.layers.parameter import bind
-        from agent.models.heads import EMBEDDING, HeadDefinition
-
         definition = HeadDefinition(self._head)
         if self._head.kind == EAGLE and self.config.model_config.load_format != "dummy":
             assert self.config.model_config.model_path is not None, "a head with weights has a folder"
@@ -71,27 +73,69 @@ class HeadNetwork(DraftNetwork):
                 self._tokens = self._read_tokens(files, prefix)
             finally:
                 files.close()
-        self._load(report, definition)
-        embedding = whole_embedding(config) if model.ops.is_split else model.weights[EMBEDDING]
-        self._embedding = bind(self.model.network.parameters_dict()[EMBEDDING], embedding)
+        self._load(report, definition, self._head)
+        self._share(whole_embedding(config) if model.ops.is_split else model.weights[EMBEDDING])
+        if isinstance(self.model.ops, FusedCpuOps):
+            self.model.ops.reserve_taps(1)
+            self._states = HeadStates(self.config, self._head)
         if self._head.kind != EAGLE:
             self._model_norm = model.weights["norm.weight"]
 
+    def _share(self, embedding: Array) -> None:
+        """Lets the network use the memory of ``embedding`` [vocabulary, hidden_size]."""
+        self.model.weights[EMBEDDING] = embedding  # a network that is built later takes it from here
+        if self.model.network is not None:
+            from agent.layers.parameter import bind  # imports mindspore
+
+            bind(self.model.network.parameters_dict()[EMBEDDING], embedding)
+
     def compile(self) -> None:
-        """Compiles the graphs."""
+        """Compiles the graphs. If an earlier start has stored their launches, restores these launches instead."""
+        ops, buffers, states = self.model.ops, self._reader.buffers, self._states
+        if isinstance(ops, FusedCpuOps) and states is not None:
+            launches = self._start.stored_launches(self.model, buffers, states.by_name)
+            if launches is not None:
+                self._head_graph = StoredHeadGraph(ops, buffers, states, launches)
+                return
+        self._head_graph = self._made_head_graph()
+
+    def _made_head_graph(self) -> HeadGraph:
+        """Compiles the graphs with MindSpore and returns them."""
+        self._model = model = self._start.with_network(self.config, self._part, self.model)
         from agent.step_graph.head_graph import make_head_graph  # imports mindspore
 
-        model = self.model
-        self._head_graph = make_head_graph(model.network, self._head, self.config, model.ops, self._reader.buffers)
-        self._head_graph.compile()
+        buffers = self._reader.buffers
+        graph = make_head_graph(model.network, self._head, self.config, model.ops, buffers, self._states)
+        graph.compile()
+        return graph
 
     def warm_up(self) -> None:
-        """Runs the largest steps, which proves that they fit into the memory."""
+        """Runs the largest steps, which proves that they fit into the memory.
+
+        If the launches of the graphs come from a file, an earlier start has run the largest steps. Then only a few test
+        steps check these launches (``agent.stored_program``).
+        """
+        assert self._head_graph is not None, "compile() must come before warm_up()"
+        owns = tuple(state_widths(self.config, self._head))
+        runs = [partial(self._run_own_proof, own=own) for own in owns]
+        if self._start.is_stored:
+            if self._start.is_proved(self.model, *runs):
+                return
+            self._head_graph = self._made_head_graph()
         for kind, lens in largest_steps(self.config).items():
             states = self.no_states(sum(lens[0]))
             for own in (False, True) if kind == "decode" else (False,):
                 given = states[:, : self.config.shape.hidden_size] if own else states
                 self._run_step(make_step(self.config, *lens), kind == "decode", given, own=own)
+        inputs = None if self._states is None else self._states.by_name
+        self._start.keep(self.model, self._reader.buffers, self._head_graph, *runs, inputs=inputs)
+
+    def _run_own_proof(self, slot: StepSlot, *, own: bool) -> None:
+        """Runs a step of the proof of stored launches, with hidden states that differ between tokens and columns."""
+        tokens, width = slot.num_tokens, state_widths(self.config, self._head)[own]
+        places = 7 * slot.positions[:tokens, None] + 13 * np.arange(width)
+        states = from_float32(((places % 17 - 8) / 8).astype(np.float32), self.config.model_config.model_dtype)
+        self._run_step(slot, False, states, own=own)
 
     def no_states(self, tokens: int) -> Array:
         """Returns zeros with the shape and the type of ``states_of``, for ``tokens`` tokens."""
@@ -135,6 +179,7 @@ class HeadNetwork(DraftNetwork):
         return guesses.copy() if self._tokens is None else self._tokens[guesses], found
 
     def _run_step(self, slot: StepSlot, is_decode: bool, states: Array, *, own: bool) -> tuple[Int32Array, Array]:
+        assert self._head_graph is not None, "compile() must come before any pass"
         return self._head_graph.run(self._reader.read(slot, is_decode=is_decode), states, own=own)
 
     def _normed(self, stream: Array, gamma: Array) -> Array:

@@ -5,7 +5,7 @@ each.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from agent.step_graph.step_blocks import StepBlocks
 from agent.step_inputs import StepReader
 from agent.warm_up import largest_steps, make_step
 from llm_serving.config import Config
+from llm_serving.config.draft_model import Head
 from llm_serving.ipc.shm import SlotLayout, StepSlot
 
 if TYPE_CHECKING:
@@ -33,9 +34,6 @@ class DraftNetwork:
     Call ``load``, ``compile`` and ``warm_up`` once, in this order. ``load`` imports mindspore, unless an earlier start
     has stored the weights and the launches of the graph (``agent.stored_program``).
     """
-
-    keeps_program: ClassVar[bool] = True
-    """Whether the launches of the graph are stored for the next start."""
 
     def __init__(self, config: Config, model_start: ModelStart) -> None:
         """``config`` is the config of the draft model, as ``draft_config`` returns it. ``model_start`` is the start of
@@ -66,9 +64,17 @@ class DraftNetwork:
         """
         self._load(report)
 
-    def _load(self, report: Callable[[int, int], None], definition: ModelDefinition | None = None) -> None:
-        """Opens the files of an earlier start, then loads the model. ``load_model`` describes the arguments."""
-        self._start = self._model_start.of_draft_model(self.config, keeps_program=self.keeps_program)
+    def _load(
+        self,
+        report: Callable[[int, int], None],
+        definition: ModelDefinition | None = None,
+        head: Head | None = None,
+    ) -> None:
+        """Opens the files of an earlier start, then loads the model. ``load_model`` describes the arguments.
+
+        ``head`` is None for a draft model.
+        """
+        self._start = self._model_start.of_draft_model(self.config, head)
         self._model = self._start.load(self.config, self._part, report, definition=definition)
 
     def summary(self) -> dict[str, str | int | float]:

@@ -10,9 +10,6 @@ token at p + 2. To guess further tokens, the head takes its own hidden state ins
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 from mindspore import Tensor, nn
 
 from agent.backends.base import OpTable
@@ -21,45 +18,10 @@ from agent.layers.embedding import Embedding
 from agent.layers.linear import NormWeight, RowParallelLinear, Weight
 from agent.layers.mlp import GatedMLP
 from agent.layers.rotary import rotary_tables
-from agent.models.head_names import eagle_specs, mtp_specs
 from agent.models.llama import DecoderLayer
-from agent.weights import WeightSpec
 from llm_serving.config import Config
-from llm_serving.config.draft_model import EAGLE, Head
+from llm_serving.config.draft_model import Head
 from llm_serving.model.shape import ModelShape
-
-EMBEDDING = "embedding.weight"
-"""Name of the parameter that a head shares with the model. The head does not load this parameter."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeadDefinition:
-    """Defines the network of a head. Implements ``agent.models.registry.ModelDefinition``."""
-
-    head: Head
-    prefix: str = ""
-    layer: str = "midlayer"
-    """The prefix of the names of an EAGLE-3 head's tensors, and the name of its layer after this prefix."""
-
-    def weight_specs(self, shape: ModelShape) -> Sequence[WeightSpec]:
-        """Returns every parameter to load, in the order of the layers."""
-        if self.head.kind == EAGLE:
-            return eagle_specs(shape, self.head, self.prefix, self.layer)
-        return mtp_specs(shape, self.head)
-
-    def ignorable_suffixes(self, shape: ModelShape) -> tuple[str, ...]:
-        """Returns the endings of the names of tensors that the checkpoint may have and the head does not load.
-
-        The checkpoint of an MTP layer also has all tensors of the model. Therefore the result for an MTP layer is the
-        ending "", which fits every name.
-        """
-        if self.head.kind == EAGLE:
-            return ("embed_tokens.weight", "rotary_emb.inv_freq", "t2d", "d2t")
-        return ("",)
-
-    def build(self, config: Config, ops: OpTable) -> nn.Cell:
-        """Builds the network. Its parameters have no memory yet."""
-        return (EagleHead if self.head.kind == EAGLE else MtpHead)(config, self.head, ops)
 
 
 class _Head(nn.Cell):
@@ -90,8 +52,6 @@ class MtpHead(_Head):
     """An MTP layer. A linear layer joins the embedding and the hidden state. Then a decoder layer of the model's kind
     follows.
     """
-
-    has_fusion = False
 
     def __init__(self, config: Config, head: Head, ops: OpTable) -> None:
         super().__init__(config, head, ops)
@@ -126,8 +86,6 @@ class EagleHead(_Head):
     """An EAGLE-3 head. The head fuses the hidden states after three layers of the model, and joins the result with the
     embedding.
     """
-
-    has_fusion = True
 
     def __init__(self, config: Config, head: Head, ops: OpTable) -> None:
         super().__init__(config, head, ops)

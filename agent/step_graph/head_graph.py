@@ -6,8 +6,6 @@ own hidden states. An MTP head has one graph, because it takes one hidden state 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
@@ -18,90 +16,53 @@ from agent.compiled_graph import CompiledGraph
 from agent.device_sampling.cells import BestTokens
 from agent.kernels import StepBuffers
 from agent.layers.parameter import MINDSPORE_DTYPES, as_storage, as_tensor
-from agent.step_graph.replay.fused import FusedReplays
+from agent.step_graph.head_steps import FusedHeadGraph, HeadGraph, HeadStates, state_widths
+from agent.step_graph.replayed_graph import ReplayedGraph
 from agent.step_inputs import Int32Array, StepInputs
-from agent.weights.storage import STORAGE_DTYPES, Array, allocate
+from agent.weights.storage import STORAGE_DTYPES, Array
 from llm_serving.config import Config
 from llm_serving.config.draft_model import Head
 from llm_serving.ipc.shm import PADDING_SLOT
 
-_MAX_STEP_NUMBER = 2**31 - 1
-"""Largest number that a step can have. The step after it has the number 1."""
 
-
-class HeadGraph(ABC):
-    """Runs the steps of a head."""
-
-    @abstractmethod
-    def compile(self) -> None:
-        """Compiles the graphs and runs each of them once."""
-
-    @abstractmethod
-    def run(self, inputs: StepInputs, states: Array, *, own: bool) -> tuple[Int32Array, Array]:
-        """Runs a step. Returns the best guess of each sequence [seqs], and the head's hidden states [tokens, width].
-
-        ``states`` are the model's hidden states [tokens, layers x width]: of three layers for an EAGLE-3 head, of one
-        layer for an MTP head. With ``own``, ``states`` are the head's own hidden states [tokens, width]. Both results
-        are valid until the next run. bfloat16 is returned as uint16. Raises RuntimeError if an operator refuses its
-        inputs.
-        """
-
-
-def make_head_graph(cell: nn.Cell, head: Head, config: Config, ops: OpTable, buffers: StepBuffers) -> HeadGraph:
+def make_head_graph(
+    cell: nn.Cell, head: Head, config: Config, ops: OpTable, buffers: StepBuffers, states: HeadStates | None
+) -> HeadGraph:
     """Makes the graphs of ``cell`` for the op table ``ops``. The caller compiles them.
 
-    ``cell`` is a network of ``agent.models.heads``. The graph reads token ids and sizes of each step from ``buffers``.
+    ``cell`` is a network of ``agent.models.heads``. Graphs of fused operators read token ids and sizes from
+    ``buffers``, and hidden states from ``states``. For other operators, ``states`` is None.
     """
-    widths = {False: len(head.layers) * head.hidden_size, True: config.shape.hidden_size}
     if isinstance(ops, FusedCpuOps):
-        return _FusedHeadGraph(cell, widths, config, ops, buffers)
-    return _NativeHeadGraph(cell, widths, config, ops)
+        assert states is not None, "fused operators read hidden states from fixed memory"
+        return StaticHeadGraph(cell, ops, buffers, states)
+    return _NativeHeadGraph(cell, state_widths(config, head), config, ops)
 
 
-class _FusedHeadGraph(HeadGraph):
-    """Runs static graphs over the buffers of the step reader, like ``agent.step_graph.static``. Replays steps without
-    MindSpore.
-    """
+class StaticHeadGraph(FusedHeadGraph):
+    """Compiled static graphs, like ``agent.step_graph.static``. Replays steps without MindSpore."""
 
-    def __init__(
-        self, cell: nn.Cell, widths: dict[bool, int], config: Config, ops: FusedCpuOps, buffers: StepBuffers
-    ) -> None:
-        self._buffers, self._logits, self._best_ids, self._own = buffers, ops.logits, ops.best_ids, ops.taps[0]
-        self._number = 0
-        self._has_fusion = cell.has_fusion
-        self._states: dict[bool, Array] = {}
-        self._graphs: dict[bool, CompiledGraph] = {}
-        self._replays: dict[bool, FusedReplays] = {}
-        self._tensors: dict[bool, tuple[Tensor, ...]] = {}
-        for own in (False, True) if cell.has_fusion else (False,):
-            self._add_graph(cell, allocate((config.max_num_batched_tokens, widths[own]), ops.dtype), own=own)
-
-    def _add_graph(self, cell: nn.Cell, states: Array, *, own: bool) -> None:
-        buffers = self._buffers
-        arrays = (states, buffers.token_ids, buffers.positions, buffers.sampled_tokens, buffers.slot_mapping)
+    def __init__(self, cell: nn.Cell, ops: FusedCpuOps, buffers: StepBuffers, states: HeadStates) -> None:
+        super().__init__(ops, buffers, states)
+        tokens = (buffers.token_ids, buffers.positions, buffers.sampled_tokens, buffers.slot_mapping)
         sizes = (buffers.block_tables, buffers.context_lens, buffers.query_lens, buffers.counts)
-        self._states[own] = states
-        tensors = self._tensors[own] = tuple(map(as_tensor, (*arrays, *sizes)))
-        graph = self._graphs[own] = CompiledGraph(_StaticHeadStep(cell, own=own))
-        memory = [*tensors, *graph.parameters(), *graph.constants()]
-        self._replays[own] = FusedReplays(lambda: graph.run(tensors), memory, bool)
+        self._graphs = {
+            own: ReplayedGraph(_StaticHeadStep(cell, own=own), (array, *tokens, *sizes), bool)
+            for own, array in states.arrays.items()
+        }
 
     def compile(self) -> None:
         self._buffers.counts[:] = 0
-        for own, graph in self._graphs.items():
-            graph.compile(self._tensors[own])
+        for graph in self._graphs.values():
+            graph.compile()
 
-    def run(self, inputs: StepInputs, states: Array, *, own: bool) -> tuple[Int32Array, Array]:
-        tokens, seqs = len(states), inputs.query_lens.size
-        own = own and self._has_fusion
-        self._states[own][:tokens] = states
-        self._number = self._number % _MAX_STEP_NUMBER + 1
-        self._buffers.counts[3] = self._number
-        results = (self._logits[:seqs], self._best_ids[:seqs], self._own[:tokens])
-        self._replays[own].run(results, tokens)
-        if self._best_ids[-1] != self._number:
-            raise RuntimeError(f"the head's output is of step {self._best_ids[-1]}, the graph's of {self._number}")
-        return results[1], results[2]
+    @property
+    def replayed_graphs(self) -> tuple[ReplayedGraph, ...]:
+        """The compiled graphs, for ``agent.stored_program.start``."""
+        return tuple(self._graphs.values())
+
+    def _compute(self, results: tuple[Array, ...], num_tokens: int, *, own: bool) -> None:
+        self._graphs[own].replays.run(results, num_tokens)
 
 
 class _StaticHeadStep(nn.Cell):
@@ -137,13 +98,12 @@ class _NativeHeadGraph(HeadGraph):
     """
 
     def __init__(self, cell: nn.Cell, widths: dict[bool, int], config: Config, ops: OpTable) -> None:
-        self._hooks, self._widths, self._has_fusion = ops.hooks, widths, cell.has_fusion
+        self._hooks, self._widths = ops.hooks, widths
         self._state_type = STORAGE_DTYPES[ops.dtype]
         self._table_width = config.max_blocks_per_seq
-        owns = (False, True) if cell.has_fusion else (False,)
         self._graphs = {
-            (own, chunked): CompiledGraph(_dynamic_step(cell, widths[own], config, ops, own=own, chunked=chunked))
-            for own in owns
+            (own, chunked): CompiledGraph(_dynamic_step(cell, width, config, ops, own=own, chunked=chunked))
+            for own, width in widths.items()
             for chunked in (False, True)
         }
 
@@ -161,7 +121,7 @@ class _NativeHeadGraph(HeadGraph):
     def run(self, inputs: StepInputs, states: Array, *, own: bool) -> tuple[Int32Array, Array]:
         chunked = inputs.positions.size != inputs.query_lens.size
         with self._hooks.graph_run():
-            graph = self._graphs[own and self._has_fusion, chunked]
+            graph = self._graphs[own and True in self._widths, chunked]
             guesses, hidden = map(as_storage, graph.run(self._tensors(inputs, np.ascontiguousarray(states))))
             return guesses, hidden
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from agent.backends.cpu.ops import FusedCpuOps
 from agent.kernels import RecordedLaunches, StepBuffers
 from agent.step_graph.fused_steps import FusedStepGraph
+from agent.step_graph.head_steps import FusedHeadGraph, HeadStates
 from agent.weights.storage import Array
 
 
@@ -44,3 +45,20 @@ class StoredStepGraph(FusedStepGraph):
             self._graph._compute(results, num_tokens)
         else:
             self._launches.run()
+
+
+class StoredHeadGraph(FusedHeadGraph):
+    """Replays the launches of a head's graphs that were stored in a file."""
+
+    def __init__(
+        self, ops: FusedCpuOps, buffers: StepBuffers, states: HeadStates, launches: Sequence[RecordedLaunches]
+    ) -> None:
+        """``launches`` are the restored launches of each graph, in the order of ``states.arrays``."""
+        super().__init__(ops, buffers, states)
+        self._launches = dict(zip(states.arrays, launches, strict=True))
+
+    def compile(self) -> None:
+        """Does nothing, because stored launches need no compilation."""
+
+    def _compute(self, results: tuple[Array, ...], num_tokens: int, *, own: bool) -> None:
+        self._launches[own].run()

@@ -18,6 +18,7 @@ from agent.stored_program.proof import ProofRun, proof_digest, proof_steps
 from agent.stored_program.store import ProgramStore, constant_name
 from agent.weights.storage import Array
 from llm_serving.config import Config
+from llm_serving.config.draft_model import Head
 
 if TYPE_CHECKING:
     from agent.step_graph.replayed_graph import ReplayedGraph
@@ -31,10 +32,10 @@ class StoredStart:
     If there is no usable program, MindSpore compiles the graphs.
     """
 
-    def __init__(self, config: Config, rank: int, used: set[Path]) -> None:
-        """``rank`` is the agent's number among all agents. ``ArrayCache`` describes ``used``."""
+    def __init__(self, config: Config, rank: int, used: set[Path], head: Head | None = None) -> None:
+        """``ProgramStore`` describes the arguments."""
         self._config = config
-        self._store = ProgramStore(config, rank, used)
+        self._store = ProgramStore(config, rank, used, head)
         self._found: tuple[StoredProgram, dict[str, Array]] | None = None
 
     def find(self) -> bool:

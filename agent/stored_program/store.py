@@ -16,6 +16,7 @@ from agent.weights.cache.fingerprint import code_digest, digest_of, fingerprint,
 from agent.weights.cache.folder import ArrayCache
 from agent.weights.storage import Array
 from llm_serving.config import Config
+from llm_serving.config.draft_model import Head
 
 logger = logging.getLogger("agent.stored_program")
 
@@ -31,20 +32,25 @@ _CODE = (
 class ProgramStore(ArrayCache):
     """The file with the launches of an agent's graph (its program) and the graph's constants, such as rotary tables."""
 
-    def __init__(self, config: Config, rank: int, used: set[Path] | None = None) -> None:
-        """``rank`` is the agent's number among all agents. ``ArrayCache`` describes ``used``."""
-        name = f"{slot_name(config, rank).removesuffix('.weights')}-{digest_of(_limits(config))[:12]}.program"
-        super().__init__(config, "stored program", name, lambda: _fingerprint(config, rank), used)
+    def __init__(
+        self, config: Config, rank: int, used: set[Path] | None = None, head: Head | None = None
+    ) -> None:
+        """``rank`` is the agent's number among all agents. ``ArrayCache`` describes ``used``.
+
+        ``head`` is given if ``config`` is the config of a head.
+        """
+        name = f"{slot_name(config, rank).removesuffix('.weights')}-{digest_of(_limits(config, head))[:12]}.program"
+        super().__init__(config, "stored program", name, lambda: _fingerprint(config, rank, head), used)
 
     @staticmethod
     def fits(config: Config) -> bool:
         """Returns whether programs of this config can be stored.
 
-        The config must have fused operators, one agent in each group, and no draft head. (A draft model has a program
-        of its own.) The model must generate text, and MindSpore's graphs must not be saved. A model with rotary
-        positions in three dimensions is not supported, because its rotary tables differ in each step.
+        The config must have fused operators and one agent in each group. (A draft model or a head has a program of its
+        own.) The model must generate text, and MindSpore's graphs must not be saved. A model with rotary positions in
+        three dimensions is not supported, because its rotary tables differ in each step.
         """
-        is_alone = config.parallel_config.group_size == 1 and config.pooling is None and not config.tapped_layers
+        is_alone = config.parallel_config.group_size == 1 and config.pooling is None
         is_constant = not config.context.save_graphs and not config.shape.rotary_sections
         return config.op_table == "fused" and is_alone and is_constant
 
@@ -77,7 +83,7 @@ def constant_name(parameter: str) -> str:
     return _CONSTANT + parameter
 
 
-def _fingerprint(config: Config, rank: int) -> str:
+def _fingerprint(config: Config, rank: int, head: Head | None) -> str:
     """Returns a digest of everything on which the launches and the bits of the proof depend.
 
     A stored program is used only if this digest has not changed.
@@ -87,14 +93,16 @@ def _fingerprint(config: Config, rank: int) -> str:
             "weights": fingerprint(config, rank),
             "mindspore": _version_of("mindspore"),
             "processor": _processor(),
-            **_limits(config),
+            **_limits(config, head),
             "code": code_digest(_CODE),
         }
     )
 
 
-def _limits(config: Config) -> dict[str, object]:
+def _limits(config: Config, head: Head | None) -> dict[str, object]:
     """Returns the settings that affect a graph but not the converted weights.
+
+    ``head`` is given if ``config`` is the config of a head. A model with a head hands over hidden states of its layers.
 
     These settings are part of the file's name. So servers of one model with different limits do not overwrite each
     other's programs.
@@ -104,6 +112,8 @@ def _limits(config: Config) -> dict[str, object]:
         "block_size": config.pa_config.block_size,
         "kv_format": config.kv_format,
         "context": asdict(config.context),
+        "tapped_layers": config.tapped_layers,
+        "head": None if head is None else asdict(head),
     }
 
 

@@ -333,7 +333,7 @@ def test_a_draft_model_does_not_replace_the_files_of_its_own_start(
             store(start._weights)
         else:
             assert start._weights.load() is not None
-        drafting = start.of_draft_model(draft, keeps_program=False)
+        drafting = start.of_draft_model(draft)
         assert drafting._weights is not None
         assert drafting._weights.load() is None
         caplog.clear()
@@ -359,7 +359,7 @@ def test_the_program_of_a_start_does_not_replace_its_weights(tmp_path: Path, mon
     store(program)
     store(start._weights)
     assert (program._path.exists(), start._weights._path.exists()) == (True, False)
-    drafting = start.of_draft_model(draft, keeps_program=False)
+    drafting = start.of_draft_model(draft)
     assert drafting._weights is not None
     store(drafting._weights)
     assert (program._path.exists(), drafting._weights._path.exists()) == (True, False)

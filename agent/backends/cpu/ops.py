@@ -72,7 +72,8 @@ class FusedCpuOps(OpTable):
             shape = (self._max_tokens, width)
             self.rotary_rows = allocate(shape, "float32"), allocate(shape, "float32")
         self.taps: list[Array] = []
-        """One array [tokens, width] for each operator of ``tap``. A run of the graph fills it."""
+        """One array [tokens, hidden_size] for each operator of ``tap``. A run of the graph fills it."""
+        self.reserve_taps(len(config.tapped_layers))
 
     def linear_weight(self, in_features: int, out_features: int, *, output: bool = False) -> LinearParameters:
         return LinearParameters(self.router_weight(in_features, out_features))
@@ -116,9 +117,19 @@ class FusedCpuOps(OpTable):
         return _cells().HandOver(custom_operator("HandOver", [[1]], ["int32"]), self.stream, self.dtype)
 
     def tap(self, width: int) -> Operator:
+        assert width == self._hidden_size, "a tap gives a residual stream"
         self.num_taps += 1
-        self.taps.append(allocate((self._max_tokens, width), self.dtype))
-        return _cells().HandOver(custom_operator("HandOver", [[1]], ["int32"]), self.taps[-1], self.dtype)
+        self.reserve_taps(self.num_taps)
+        stream = self.taps[self.num_taps - 1]
+        return _cells().HandOver(custom_operator("HandOver", [[1]], ["int32"]), stream, self.dtype)
+
+    def reserve_taps(self, count: int) -> None:
+        """Allocates the arrays of the first ``count`` operators of ``tap``, unless they are allocated already.
+
+        Stored launches need these arrays before there is a network.
+        """
+        while len(self.taps) < count:
+            self.taps.append(allocate((self._max_tokens, self._hidden_size), self.dtype))
 
     def norm_linear(self, out_features: int, epsilon: float, *, first: bool) -> Operator:
         if first:
