@@ -38,6 +38,7 @@ HEAVY = (
     "tests/integration/test_images.py",
     "tests/test_setup.py",
     "tests/agent/test_stored_program.py",
+    "tests/agent/test_stored_heads.py",
     "tests/scheduler/test_state_machine.py",
     "tests/agent/test_run_ahead.py",
     "tests/integration/test_llm.py",

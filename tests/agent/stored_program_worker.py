@@ -12,7 +12,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,14 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from drafting_program import PROMPT, WIDTH, Drafting  # noqa: E402
-from heads_program import Heads  # noqa: E402
 from runner_worker import decodes  # noqa: E402
 from step_driver import StepDriver  # noqa: E402
 
-from agent import model_loading  # noqa: E402
 from agent.stored_program.program import StoredProgram  # noqa: E402
 from agent.stored_program.store import ProgramStore  # noqa: E402
 from llm_serving.config import Config  # noqa: E402
 from llm_serving.config.draft_config import draft_config  # noqa: E402
+from llm_serving.config.draft_model import Head  # noqa: E402
 from support.golden_files import golden_of  # noqa: E402
 from support.position_bits import FORCED_STEPS  # noqa: E402
 from support.step_config import make_config  # noqa: E402
@@ -50,14 +50,23 @@ def config_of(folder: Path, model: str, **extra: object) -> Config:
     return make_config(folder / model, dtype, "fused", weights, kv, extra=keys)
 
 
-def start(config: Config, model: str) -> tuple[StepDriver, dict[str, Any]]:
-    """Starts an agent. Returns its driver, and the messages of its start with the digests of some steps."""
+@contextmanager
+def warnings() -> Iterator[list[str]]:
+    """Yields a list, and adds the warnings to it that are logged before the ``with`` block ends."""
     logged: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger().addHandler(handler)
-    driver = StepDriver(config, keeps_files=True)
-    logging.getLogger().removeHandler(handler)
+    try:
+        yield logged
+    finally:
+        logging.getLogger().removeHandler(handler)
+
+
+def start(config: Config, model: str) -> tuple[StepDriver, dict[str, Any]]:
+    """Starts an agent. Returns its driver, and the messages of its start with the digests of some steps."""
+    with warnings() as logged:
+        driver = StepDriver(config, keeps_files=True)
     found = {"start": driver.runner.summary()["start"], "logged": " | ".join(logged), "digests": digests(driver, model)}
     return driver, found
 
@@ -84,21 +93,9 @@ def start_with_drafts(folder: Path, draft: str = "draft", **extra: object) -> di
     return {**found, **made, "draft_start": driver.runner.summary()["draft_start"]}
 
 
-def start_with_head(folder: Path) -> dict[str, Any]:
-    """Starts an agent with an MTP layer. Returns its first tokens and the drafts of the layer."""
-    settings = {
-        "speculative_config.method": "mtp",
-        "speculative_config.max_draft_tokens": 4,
-        "model_config.weight_cache_path": folder / "cache" / "head",
-    }
-    driver = StepDriver(make_config(folder / "head" / "model", "float32", "fused", extra=settings), keeps_files=True)
-    texts = {"prompt": list(range(40, 61)), "tokens": [0] * 8}
-    return Heads(driver, texts).generate(0, list(range(1, 4)), 0, 0)
-
-
 def run_first(folder: Path) -> dict[str, Any]:
     results = run_models(folder, "first")
-    return {**results, "drafted": start_with_drafts(folder), "head": start_with_head(folder)}
+    return {**results, "drafted": start_with_drafts(folder)}
 
 
 def run_models(folder: Path, name: str) -> dict[str, Any]:
@@ -133,7 +130,6 @@ def run_later(folder: Path) -> dict[str, Any]:
         "planted": run_planted(folder),
         "planted drafts": run_planted_drafts(folder),
         "changed drafts": run_changed_drafts(folder),
-        "head": run_without_checkpoint(lambda: start_with_head(folder)),
     }
 
 
@@ -144,9 +140,12 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def rewrite(config: Config, **changes: Any) -> None:
-    """Stores the agent's program again with changed fields. The agent still accepts the file as its own."""
-    store = ProgramStore(config, 0)
+def rewrite(config: Config, head: Head | None = None, **changes: Any) -> None:
+    """Stores the agent's program again with changed fields. The agent still accepts the file as its own.
+
+    ``head`` is given if ``config`` is the config of a head.
+    """
+    store = ProgramStore(config, 0, head=head)
     found = store.find()
     assert found is not None
     store.keep(msgspec.structs.replace(found[0], **changes), found[1])
@@ -234,19 +233,6 @@ def run_changed_drafts(folder: Path) -> dict[str, Any]:
     shutil.copyfile(folder / "other draft" / weights, folder / "draft" / weights)
     starts = {"first": start_with_drafts(folder), "second": start_with_drafts(folder)}
     return {"without files": without_files, **starts}
-
-
-def run_without_checkpoint(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Calls ``run``, in which agents may take weights only from the cache."""
-
-    def refuse(*_: object) -> None:
-        raise AssertionError("an agent reads its checkpoint")
-
-    loads, model_loading.load_weights = model_loading.load_weights, refuse  # type: ignore[assignment]
-    try:
-        return run()
-    finally:
-        model_loading.load_weights = loads
 
 
 if __name__ == "__main__":

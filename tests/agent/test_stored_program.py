@@ -16,7 +16,6 @@ from performance.models.folders import write_model
 from performance.models.variants import FAMILY_VARIANTS, VARIANTS
 from support.agent_group import with_layers
 from support.forked_programs import ForkedProgram
-from support.head_models import write_heads
 from support.json_program import printed_json, run_program
 
 pytestmark = pytest.mark.timeout(400)
@@ -52,7 +51,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for number, name in enumerate(("draft", "other draft"), 1):
         variant = with_layers(VARIANTS["gqa_tied"], NUM_LAYERS["gqa_tied"])
         write_model(replace(variant, seed=variant.seed + number), folder / name)
-    write_heads("mtp", folder / "head")
     with (
         ForkedProgram(WORKER, "first", str(folder), folder=folder) as one,
         ForkedProgram(WORKER, "other", str(folder), folder=folder) as two,
@@ -109,12 +107,6 @@ def test_a_wrong_file_of_the_draft_model_is_not_used(runs: dict[str, Any], fault
 def test_the_next_start_with_a_draft_model_is_a_stored_one_again(runs: dict[str, Any]) -> None:
     found = runs["later"]["planted drafts"]["repaired"]
     assert (found["start"], found["draft_start"], found["logged"]) == ("stored program", "stored program", "")
-
-
-def test_the_weights_of_a_head_are_read_from_the_cache(runs: dict[str, Any]) -> None:
-    """The later start fails if it reads the checkpoint."""
-    assert runs["first"]["head"]["drafts"]
-    assert runs["later"]["head"] == runs["first"]["head"]
 
 
 @pytest.mark.parametrize("model", MODELS)
