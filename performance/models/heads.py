@@ -90,9 +90,12 @@ def _qwen_mtp_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {**shapes, "mtp.fc.weight": (hidden, 2 * hidden)}
 
 
-def write_eagle_head(folder: Path, variant: Variant) -> None:
-    """Writes an EAGLE-3 head for the model of ``variant``, in the format of SGLang and SpecForge."""
-    config = eagle_config(variant.config)
+def write_eagle_head(folder: Path, variant: Variant, **sizes: int) -> None:
+    """Writes an EAGLE-3 head for the model of ``variant``, in the format of SGLang and SpecForge.
+
+    ``sizes`` are values of ``config.json`` that replace those of ``eagle_config``.
+    """
+    config = {**eagle_config(variant.config), **sizes}
     _write_head(folder, config, _eagle_shapes(config, "midlayer"), variant)
 
 
