@@ -344,9 +344,12 @@ class _Launcher:
     def _on_signal(self) -> None:
         if self._stop.is_set():
             os._exit(128 + signal.SIGINT)  # a second signal ends this process immediately; then the agents end, too
-        seconds = self._config.serving_config.drain_timeout_s
-        self._display.note(f"stopping: running requests have {seconds:g} s; a second signal ends them now")
+        from llm_serving.telemetry.log import report_on_stderr
+
         self._stop.set()
+        self._display.close()
+        seconds = self._config.serving_config.drain_timeout_s
+        report_on_stderr(f"stopping: running requests have {seconds:g} s; a second signal ends them now")
 
 
 def _raise_file_limit() -> None:

@@ -169,6 +169,7 @@ def test_after_a_signal_new_requests_get_a_503_and_running_ones_complete(tmp_pat
         wait_for(lambda: server.events("server_stop"))
         refused = server.post("/v1/completions", SHORT)
         assert (refused["status"], refused["error"]["code"]) == (503, "stopping")
+        assert "stopping: running requests have 30 s; a second signal ends them now" in server.stderr()
         with pytest.raises(urllib.error.HTTPError, match="503"):
             server.get("/health/ready")
         tokens = ids_of(answer.result())
