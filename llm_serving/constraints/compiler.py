@@ -23,6 +23,7 @@ from llm_serving.constraints.grammar import (
     COMPOSED,
     JSON_SCHEMA,
     JSON_WHITESPACE,
+    LARK,
     MAX_COMPOSED_BYTES,
     MAX_GRAMMAR_BYTES,
     REGEX,
@@ -226,7 +227,7 @@ class GrammarCompiler:
         try:
             return await self._compile_elsewhere(grammar, tenant, is_kept=True)
         except GrammarError as error:
-            text = f"'{param}' cannot be used: {error}. Change or remove this part."
+            text = f"'{param}' cannot be used: {error}. {_remedy(grammar)}"
             raise RequestError(text, param=param, code="invalid_value") from None
 
     async def problem_of(self, grammar: Grammar, tenant: str = "") -> str:
@@ -367,6 +368,13 @@ def _library_grammar(grammar: Grammar) -> str:
     if grammar.kind == REGEX:
         return llguidance.LLMatcher.grammar_from_regex(grammar.text)
     return llguidance.LLMatcher.grammar_from_lark(grammar.text)
+
+
+def _remedy(grammar: Grammar) -> str:
+    """Returns the advice at the end of an error about a grammar."""
+    if grammar.kind == LARK and re.search(r"^\s*[\w-]+\s*::=", grammar.text, re.MULTILINE):
+        return "'::=' belongs to GBNF; this server reads Lark, in which a rule is 'start: \"yes\" | \"no\"'."
+    return "Change or remove this part."
 
 
 def _refused(reason: str) -> GrammarError:
