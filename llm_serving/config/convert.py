@@ -71,10 +71,9 @@ def nearest(word: str, candidates: list[str]) -> str:
 
     If no candidate is similar enough, it lists all candidates.
     """
-    match = difflib.get_close_matches(word, candidates, n=1, cutoff=0.0)[0]
-    if difflib.SequenceMatcher(None, word, match).ratio() >= 0.6:
-        return f"; did you mean {match!r}?"
-    return f"; the nearest is {match!r}, of {', '.join(sorted(candidates))}"
+    if matches := difflib.get_close_matches(word, candidates, n=1, cutoff=0.6):
+        return f"; did you mean {matches[0]!r}?"
+    return f"; choose one of {', '.join(sorted(candidates))}"
 
 
 def nearest_key(section: str, key: str) -> str:

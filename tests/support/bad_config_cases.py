@@ -194,7 +194,7 @@ CASES = [
     Case(
         "key like no other",
         with_section("pa_config: {xyz: [1]}"),
-        f"{FILE}: pa_config.xyz = [1]: unknown key; the nearest is '",
+        f"{FILE}: pa_config.xyz = [1]: unknown key; choose one of block_size, decode_seq_length, num_",
     ),
     Case("unknown section", "model_confg: {}", f"{FILE}: unknown section 'model_confg'; did you mean 'model_config'?"),
     Case("section that is no mapping", "pa_config: 5", f"{FILE}: pa_config = 5: a section must be a mapping of keys"),
@@ -306,7 +306,7 @@ CASES = [
     Case(
         "unknown policy",
         with_section("scheduler_config: {policy: fifo}"),
-        f"{FILE}: scheduler_config.policy = 'fifo': unknown value; the nearest is 'fcfs', of chunked, "
+        f"{FILE}: scheduler_config.policy = 'fifo': unknown value; choose one of chunked, "
         "decode_first, fcfs, prefill_first, slo",
     ),
     Case(
