@@ -354,7 +354,7 @@ WRONG = {
     "unknown member": (function(other=1), "tools[0].function.other", "Unrecognized"),
     "arguments that are no object": (function(parameters={"type": "array"}), "tools[0].function.parameters",
                                      "arguments are always an object"),
-    "parameters as text": (function(parameters="{}"), "tools[0].function.parameters", "valid dictionary"),
+    "parameters as text": (function(parameters="{}"), "tools[0].function.parameters", "should be an object"),
     "the same name twice": ({"tools": [NOW, WEATHER, NOW]}, "tools", "two tools named \"now\" ([0] and [2])"),
     "too many tools": ({"tools": [NOW] * 129}, "tools", "at most 128"),
     "large tools": (function(description="x" * 70_000), "tools", "the maximum is 65536"),

@@ -144,6 +144,11 @@ class StreamOptions(StrictModel):
 class SamplingFields(SchedulingFields, StructuredFields, StrictModel):
     """Fields of ``/v1/chat/completions`` and ``/v1/completions``: OpenAI's sampling parameters, and fields of vLLM."""
 
+    # older names of vLLM
+    renamed: ClassVar[Mapping[str, str]] = {
+        f"guided_{kind}": f"structured_outputs.{kind}" for kind in ("json", "regex", "choice", "grammar")
+    }
+
     model: Name = Field(default=None, description="Name of the served model; may be left out.")
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES, description="Number of choices for each prompt.")
     stream: bool | None = Field(default=None, description="Send the text as server-sent events while it is generated.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -13,6 +14,8 @@ from llm_serving.errors import RequestError
 
 SHORT_CHARS = 80
 """Maximum length of a wrong value in an error message."""
+SIMILARITY = 0.8
+"""Minimum similarity (``difflib``, 0 to 1) of an unknown field to a field that an error message suggests."""
 
 
 class RequestModel(BaseModel):
@@ -20,12 +23,14 @@ class RequestModel(BaseModel):
 
     ``unsupported`` names the fields of features that the server does not have. It maps each field to the values that
     are accepted, because they do not use the feature. ``remedies`` has the recommendations in the errors
-    of some of these fields. ``ignored`` names the fields that are accepted and have no effect.
+    of some of these fields. ``ignored`` names the fields that are accepted and have no effect. ``renamed`` maps names
+    that other servers have or had for a field to the name here.
     """
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     remedies: ClassVar[Mapping[str, str]] = {}
     ignored: ClassVar[frozenset[str]] = frozenset()
+    renamed: ClassVar[Mapping[str, str]] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -75,8 +80,11 @@ def clip(text: str) -> str:
     return text if len(text) <= SHORT_CHARS else f"{text[:SHORT_CHARS]}..."
 
 
-def request_error(error: ValidationError) -> RequestError:
-    """Returns an error for the client about the first wrong field, with its value and the allowed values."""
+def request_error(error: ValidationError, model: type[BaseModel] | None = None) -> RequestError:
+    """Returns an error for the client about the first wrong field, with its value and the allowed values.
+
+    If the field is unknown and ``model`` has a field with a similar name, the error suggests that field.
+    """
     first = error.errors(include_url=False)[0]
     param = _path(first["loc"])
     kind = first["type"]
@@ -90,12 +98,33 @@ def request_error(error: ValidationError) -> RequestError:
     if kind == "missing":
         return RequestError(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
     if kind == "extra_forbidden":
-        return RequestError(f"Unrecognized request argument supplied: {param}", param=param, code="unknown_parameter")
-    message = first["msg"].replace(" after validation", "")
-    for what in ("Input", "List", "String"):
-        message = message.replace(f"{what} should", "should", 1)
+        hint = "" if model is None or len(first["loc"]) > 1 else _similar_field(param, model)
+        text = f"Unrecognized request argument supplied: {param}{hint}"
+        return RequestError(text, param=param, code="unknown_parameter")
+    message = _message(kind, first["msg"], first["input"])
     code = "invalid_type" if kind.endswith(("_type", "_parsing")) else "invalid_value"
     return RequestError(f"'{param}' {message}; got {short(first['input'])}.", param=param, code=code)
+
+
+def _message(kind: str, message: str, value: object) -> str:
+    """Returns what is wrong with ``value``, in the words of JSON. ``kind`` and ``message`` are those of pydantic."""
+    if kind in ("model_type", "dict_type"):
+        return message if message.startswith("should") else "should be an object"
+    if kind == "int_type" and isinstance(value, float) and not -(2**63) <= value < 2**64:  # orjson returns a float
+        return "should be an integer of at most 64 bits"
+    message = message.replace(" after validation", "")
+    for what in ("Input", "List", "String"):
+        message = message.replace(f"{what} should", "should", 1)
+    return message
+
+
+def _similar_field(name: str, model: type[BaseModel]) -> str:
+    """Returns the end of an error message about an unknown field: the field that is probably meant, or ""."""
+    if issubclass(model, RequestModel) and name in model.renamed:
+        return f"; use '{model.renamed[name]}'"
+    known = [field.alias or key for key, field in model.model_fields.items()]
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=SIMILARITY)
+    return f"; did you mean '{matches[0]}'?" if matches else ""
 
 
 def _path(location: tuple[int | str, ...]) -> str:

@@ -125,9 +125,8 @@ def _check_headers(request: Request) -> None:
     """
     kind, _, options = request.headers.get("content-type", "").partition(";")
     if kind.strip().lower() != "application/json":
-        raise MediaTypeError(
-            f"The content type is {clip(kind.strip()) or 'not given'!r}; send 'Content-Type: application/json'."
-        )
+        given = f"The content type is {clip(kind.strip())!r}" if kind.strip() else "The request has no content type"
+        raise MediaTypeError(f"{given}; send 'Content-Type: application/json'.")
     charset = re.search(r"charset\s*=\s*\"?([\w.-]+)", options, re.IGNORECASE)
     if charset and charset[1].lower() not in ("utf-8", "utf8", "us-ascii"):
         raise MediaTypeError(f"The charset is {clip(charset[1])!r}; send JSON as UTF-8.")
@@ -226,7 +225,7 @@ def _parse(model: type[ModelT], body: bytes) -> ModelT:
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as reason:
-        raise InvalidJSONError(f"The request body is not valid JSON: {reason}") from None
+        raise InvalidJSONError(_problem(body, reason)) from None
     if not isinstance(value, dict):
         raise InvalidJSONError(f"The request body must be a JSON object, not {_kind(value)}.")
     if count_keys(value) != structure.num_keys:
@@ -234,7 +233,21 @@ def _parse(model: type[ModelT], body: bytes) -> ModelT:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise request_error(error) from None
+        raise request_error(error, model) from None
+
+
+def _problem(body: bytes, reason: orjson.JSONDecodeError) -> str:
+    """Returns a message about a body that orjson could not parse for ``reason``.
+
+    orjson reports every byte that is not UTF-8 as line 1, column 1, so this function searches for the first one.
+    """
+    if not body:
+        return "The request body is empty; send a JSON object."
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        return f"The request body is not UTF-8: byte 0x{body[error.start]:02x} at offset {error.start}."
+    return f"The request body is not valid JSON: {reason}"
 
 
 def _check_memory(num_bytes: int) -> None:

@@ -70,6 +70,7 @@ class ChatRequest(ToolFields, SamplingFields):
         "web_search_options": (None,),
         "moderation": (None,),
     }
+    remedies: ClassVar[Mapping[str, str]] = {"functions": "use 'tools'", "function_call": "use 'tool_choice'"}
     ignored = IGNORED
     fits_output: ClassVar[bool] = False
     """True if ``max_tokens`` may be larger than the rest of the context. The answer then ends when the context is full.

@@ -127,7 +127,7 @@ def _items(value: object) -> object:
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
     if not isinstance(value, list):
-        return value
+        raise PydanticCustomError("list_type", "should be a string or a list of items")
     items = [{"type": "message", **one} if isinstance(one, dict) and "role" in one else one for one in value]
     for i, item in enumerate(items):
         kind = item.get("type") if isinstance(item, dict) else item
