@@ -47,6 +47,7 @@ from llm_serving.config.validation import (
     check_speculation,
     check_sum_parts,
     note_drafts,
+    note_lengths,
 )
 from llm_serving.config.weight_checks import check_group, check_native_weights, check_stored_format
 from llm_serving.errors import CheckpointError
@@ -178,7 +179,8 @@ class Resolver:
         )
         for check in _CHECKS:
             check(self._raw, config)
-        return replace(config, notes=(*config.notes, *note_drafts(self._raw, config)))
+        notes = (*config.notes, *note_lengths(self._raw, config), *note_drafts(self._raw, config))
+        return replace(config, notes=notes)
 
     def _processing(self, folder: Path | None, shape: ModelShape) -> ImageProcessing | None:
         """Reads from the model folder how to resize and split images. Returns None if the model reads no images."""

@@ -293,6 +293,34 @@ def _check_draft_model(raw: RawConfig, config: Config) -> None:
             raise raw.error("speculative_config.method", method, f"cannot be used with {obstacle}; set auto or off")
 
 
+def note_lengths(raw: RawConfig, config: Config) -> tuple[str, ...]:
+    """Returns notes for the log about lengths on the command line that a smaller limit makes ineffective."""
+    model, longest = config.model_config, config.max_model_len
+    limits = {
+        "pa_config.decode_seq_length": config.pa_config.decode_seq_length,
+        "model_config.max_generate_length": model.max_generate_length,
+        "the model's number of positions": config.shape.max_positions,
+    }
+    smallest = min(limits, key=lambda name: limits[name])
+    problem = f"a sequence has at most {longest} tokens, because {smallest} is {longest}"
+    lengths: dict[str, tuple[object, int]] = {
+        "model_config.seq_length": (list(model.seq_length), max(model.seq_length)),
+        "model_config.max_generate_length": (model.max_generate_length, model.max_generate_length),
+        "pa_config.decode_seq_length": (config.pa_config.decode_seq_length, config.pa_config.decode_seq_length),
+    }
+    return tuple(
+        str(raw.error(key, value, problem))
+        for key, (value, length) in lengths.items()
+        if length > longest and raw.is_overridden(key) and not _is_auto(raw, key)
+    )
+
+
+def _is_auto(raw: RawConfig, key: str) -> bool:
+    """Returns whether a key has the value ``auto`` or ``[auto]``."""
+    section, _, name = key.partition(".")
+    return raw.sections[section][name] in ("auto", ["auto"])
+
+
 def note_drafts(raw: RawConfig, config: Config) -> tuple[str, ...]:
     """Returns notes for the log about settings that allow fewer drafts than ``speculative_config`` states."""
     return (*_note_small_steps(raw, config), *_note_short_contexts(raw, config))

@@ -125,6 +125,32 @@ def test_no_note_is_made_if_all_wanted_drafts_have_space(folder: Path, settings:
     assert load_config(TINY, [f"model_config.model_path={folder}", single, *settings]).notes == ()
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["model_config.seq_length=[4096]"], ["seq_length = [4096]: {} pa_config.decode_seq_length is 2048"]),
+        (
+            ["model_config.max_generate_length=100", "pa_config.decode_seq_length=200"],
+            ["decode_seq_length = 200: a sequence has at most 100 tokens, because model_config.max_generate_length"],
+        ),
+        (
+            ["model_config.max_generate_length=5000", "pa_config.decode_seq_length=5000"],
+            [
+                "model_config.max_generate_length = 5000: {} the model's number of positions is 2048",
+                "pa_config.decode_seq_length = 5000: {} the model's number of positions is 2048",
+            ],
+        ),
+        (["model_config.max_generate_length=100"], []),
+        (["model_config.seq_length=[auto]", "pa_config.decode_seq_length=auto"], []),
+    ],
+)
+def test_a_note_names_the_limit_of_a_length_on_the_command_line(settings: list[str], expected: list[str]) -> None:
+    notes = load_config(TINY, settings).notes
+    assert len(notes) == len(expected)
+    for note, text in zip(notes, expected, strict=True):
+        assert text.format("a sequence has at most 2048 tokens, because") in note
+
+
 def test_a_large_decode_step_gets_no_more_tokens_for_drafts(folder: Path) -> None:
     config = load_config(TINY, [f"model_config.model_path={folder}", "model_config.decode_batch_size=[4, 30]"])
     assert (config.max_decode_seqs, config.max_decode_entries, config.max_step_seqs) == (30, 30, 30)
