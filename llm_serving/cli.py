@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -134,12 +135,22 @@ def launch_from_command_line(argv: Sequence[str] | None = None, machine: Machine
             sys.exit(0)
         plan = plan_memory(config, machine)
         models = _plan_models(arguments, config, machine)
+        if arguments.check:
+            _check_files(config)
     except (ConfigError, CheckpointError, MemoryPlanError) as error:
         _refuse(str(error))
     if arguments.check:
         sys.stdout.write(describe(config, plan) + describe_models(models))
         sys.exit(0)
     return Launch(config, plan, models)
+
+
+def _check_files(config: Config) -> None:
+    """Raises ConfigError if the start would refuse the certificate or the API keys."""
+    from llm_serving.access.key_store import ENVIRONMENT_VARIABLE
+    from llm_serving.access.setup import check_access_files
+
+    check_access_files(config.serving_config, os.environ.get(ENVIRONMENT_VARIABLE, ""))
 
 
 def _plan_models(arguments: argparse.Namespace, config: Config, machine: Machine) -> PlannedModels:

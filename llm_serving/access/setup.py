@@ -7,7 +7,9 @@ from collections.abc import Callable
 from llm_serving.access.audit import AuditLog
 from llm_serving.access.control import AccessControl
 from llm_serving.access.key_store import KeyLog, KeyStore
+from llm_serving.access.tls import open_tls
 from llm_serving.config.serving_section import ServingConfig
+from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.log_file import Rotation
 
 
@@ -28,3 +30,13 @@ def open_access(
     if not len(keys) and audit is None:
         return None
     return AccessControl(keys if len(keys) else None, audit, refused)
+
+
+def check_access_files(serving: ServingConfig, environment: str) -> None:
+    """Reads the certificate and the API keys and forgets them. Raises ConfigError if the start would refuse them.
+
+    ``environment`` is the value of the variable ``LLM_SERVING_API_KEYS``.
+    """
+    with EventLog(None) as log:
+        open_tls(serving, log)
+        KeyStore(serving.api_keys_file, environment, log)

@@ -144,6 +144,25 @@ def test_check_prints_the_plan(override: str, capsys: pytest.CaptureFixture[str]
     assert lines[-1] == "  available       100.0 GiB  test machine"
 
 
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (["serving_config.api_keys_file=/none"], "serving_config.api_keys_file: /none: No such file or directory"),
+        (["serving_config.tls_cert=/none", "serving_config.tls_key=/none"], "serving_config.tls_cert: "),
+    ],
+)
+def test_check_finds_files_that_the_start_would_refuse(
+    settings: list[str], problem: str, override: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [option for setting in [override, *settings] for option in ("--set", setting)]
+    with pytest.raises(SystemExit) as caught:
+        launch_from_command_line([*options, "--check"], MACHINE)
+    assert caught.value.code == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert problem in output.err
+
+
 def test_printed_config_loads_to_the_same(tmp_path: Path, override: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--set", override, "--set", "model_config.model_dtype=bfloat16", "--print-config"]
     arguments += ["--config", "llama_tiny_cpu.yaml"]
