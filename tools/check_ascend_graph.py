@@ -23,6 +23,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from llm_serving.commands.own_python import use_own_python
+
+if __name__ == "__main__":
+    use_own_python()
+
 from agent.backends.ascend.context import environment
 from llm_serving.config import Config
 from llm_serving.config.lookup import find_config_file

@@ -21,6 +21,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from llm_serving.commands.own_python import use_own_python
+
+if __name__ == "__main__":
+    use_own_python()
+
 import numpy as np
 import numpy.typing as npt
 

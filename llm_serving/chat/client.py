@@ -99,7 +99,9 @@ class ChatClient:
             connection.request(method, self._path + path, body, self._headers)
             response = connection.getresponse()
         except (OSError, http.client.HTTPException) as reason:
-            raise ChatError(f"no server responds at {self.url}: {reason}") from reason
+            is_refused = isinstance(reason, ConnectionRefusedError)
+            text = "connection refused" if is_refused else str(reason)
+            raise ChatError(f"no server responds at {self.url}: {text}") from reason
         if response.status != http.client.OK:
             raise ChatError(f"{self.url}: {_error_text(response)}")
         return response

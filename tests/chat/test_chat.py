@@ -140,7 +140,7 @@ def test_reasoning_is_shown_and_not_sent_back() -> None:
 def test_without_a_server_the_chat_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     done = one_shot("http://127.0.0.1:9", "hello\n")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: no server responds at http://127.0.0.1:9: ")
+    assert done.stderr.startswith("error: no server responds at http://127.0.0.1:9: connection refused\n")
     command = [sys.executable, "-m", "llm_serving", "chat", "--config", "no-such.yaml"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=time_limit(60))
     assert done.returncode == 2
