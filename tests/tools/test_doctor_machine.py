@@ -308,7 +308,7 @@ def test_the_memory_limit_of_a_container_counts(tmp_path):
 def test_small_shared_memory_and_segments_of_killed_servers(tmp_path):
     host = machine(tmp_path, {"/dev/shm/llm-serving-0123": "12345678"}, free_bytes=lambda path: 1024)
     assert brief(resources.check_shared_memory(host, 2048, 1)) == [
-        (PROBLEM, "step slots of 1 agents need 2.0 KiB; 1.0 KiB are free"),
+        (PROBLEM, "step slots of 1 agent need 2.0 KiB; 1.0 KiB are free"),
         (WARNING, "1 segments of killed servers, 8 B"),
     ]
     (finding,) = resources.check_shared_memory(machine(tmp_path / "none"), 1, 1)

@@ -60,6 +60,10 @@ def can_be_served(findings: Sequence[Finding]) -> bool:
     return all(finding.level < Level.PROBLEM for finding in findings)
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def _examine(options: argparse.Namespace, host: Host) -> int:
     findings = examine(host, options.config, options.overrides)
     problems = sum(finding.level is Level.PROBLEM for finding in findings)
@@ -67,7 +71,7 @@ def _examine(options: argparse.Namespace, host: Host) -> int:
     served = can_be_served(findings)
     verdict = "can be served here" if served else "cannot be served here"
     print(report(findings))
-    print(f"\n{options.config} {verdict}: {problems} problems, {warnings} warnings")
+    print(f"\n{options.config} {verdict}: {_count(problems, 'problem')}, {_count(warnings, 'warning')}")
     rows = [{**asdict(each), "level": _WORDS[each.level]} for each in findings]
     machine = {"config": options.config, "can_be_served": served, "findings": rows}
     _write(options.json, machine)

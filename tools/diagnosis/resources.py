@@ -70,7 +70,8 @@ def check_shared_memory(host: Host, needed_bytes: int, num_agents: int) -> Itera
         )
         return
     free = host.free_bytes(place)
-    text = f"step slots of {num_agents} agents need {format_bytes(needed_bytes)}; {format_bytes(free)} are free"
+    agents = "1 agent" if num_agents == 1 else f"{num_agents} agents"
+    text = f"step slots of {agents} need {format_bytes(needed_bytes)}; {format_bytes(free)} are free"
     if needed_bytes > free:
         advice = "docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm; or lower decode_batch_size"
         yield problem(SHM_DIRECTORY, text, advice)
