@@ -28,8 +28,9 @@ class HandedBlocks:
             raise AgentStartError(problem) from error
 
     def run(self, slot: StepSlot) -> Int32Array:
-        """Runs the moves of a step, and returns the blocks of the cache that have arrived. Marks a move as faulty in
-        the slot if the pool's block is not the block that the step expects.
+        """Runs the moves of a step. Returns the numbers [blocks] of the cache's blocks that it has written.
+
+        Marks a move as faulty in the slot if the pool's block is not the block that the step expects.
 
         Raises ProtocolError if a move is neither HAND_OUT nor HAND_IN, or if it writes the null block of the cache.
         Raises KernelError if a block does not exist.

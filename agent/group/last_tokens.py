@@ -43,7 +43,7 @@ class SharedLastTokens:
     def check(self, token_ids: Int32Array, rows: Int32Array, query_lens: Int32Array) -> None:
         """Raises ProtocolError if the step has a LAST_TOKEN for a batch row that has not sampled a token.
 
-        Does not wait for other agents.
+        ``token_ids`` is [tokens]. ``rows`` and ``query_lens`` are [seqs]. Does not wait for other agents.
         """
         self.check_rows(rows_of_last_tokens(token_ids, rows, query_lens))
 
@@ -53,7 +53,7 @@ class SharedLastTokens:
             raise no_last_token(int(needed[self._sampled_in[needed] < 0][0]))
 
     def of_rows(self, needed: Int32Array) -> Int32Array:
-        """Returns the last token of each batch row in ``needed``. Call ``check_rows`` first.
+        """Returns the last token of each batch row in ``needed`` [rows], as [rows]. Call ``check_rows`` first.
 
         Waits until the tokens are sampled. Raises GroupDownError if the group failed.
         """

@@ -9,7 +9,7 @@ from llm_serving.model.parallel import answering_rank, local_shape
 
 
 def check_roles(raw: RawConfig, config: Config) -> None:
-    """Checks that the roles can serve every request, and that the blocks of this model can be handed over."""
+    """Raises ConfigError if the roles cannot serve every request, or if blocks of this model cannot be handed over."""
     parallel = config.parallel_config
     if parallel.roles is not None:
         problem = _problem_of(parallel.roles, parallel.data_parallel)

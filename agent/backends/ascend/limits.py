@@ -9,8 +9,9 @@ from llm_serving.model.deepseek import LatentAttention
 HEAD_MULTIPLE = 16
 """Head sizes must be multiples of this number."""
 MAX_HEAD_DIM = 256
-"""Maximum head size of both attention kernels. Head sizes must also be multiples of ``HEAD_MULTIPLE``."""
+"""Maximum head size of both attention kernels."""
 BLOCK_SIZES = (16, 32, 64, 128)
+"""Numbers of tokens that a block of the KV cache may have."""
 MAX_BLOCK_ELEMENTS = 128 * 128
 """Maximum of the product of block size and head size in PagedAttention."""
 MAX_HEAD_GROUP = 128
@@ -67,6 +68,10 @@ def check_limits(config: Config) -> None:
 
 
 def _check_sinks(config: Config, other_device: str) -> None:
+    """Raises AgentStartError if FusedInferAttentionScore does not support the heads or the cache of the config.
+
+    ``other_device`` is the remedy in the error: to serve the model on another device.
+    """
     shape, cache = config.shape, config.pa_config
     group = shape.num_attention_heads // shape.num_key_value_heads
     if group > MAX_SINK_GROUP:
@@ -83,6 +88,10 @@ def _check_sinks(config: Config, other_device: str) -> None:
 
 
 def _check_latent(latent: LatentAttention, heads: int, block_size: int, other_device: str) -> None:
+    """Raises AgentStartError if PagedAttention does not support this latent attention with ``heads`` query heads.
+
+    ``block_size`` is the number of tokens of a block. ``other_device`` is the remedy, as in ``_check_sinks``.
+    """
     parts = {"latent vector": latent.rank, "rotated key": latent.rope_dim}
     for name, size in parts.items():
         if size % HEAD_MULTIPLE:

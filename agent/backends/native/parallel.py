@@ -28,7 +28,7 @@ def all_gather(size: int) -> Operator:
 
 
 class Sum(nn.Cell):
-    """Returns the sum of x over the agents of a pipeline stage."""
+    """Returns the sum of x over the agents of a pipeline stage. The sum has the shape of x, which may be any shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,10 +39,10 @@ class Sum(nn.Cell):
 
 
 class Embedding(nn.Cell):
-    """Looks up tokens in an embedding table whose rows are divided among agents.
+    """Looks up tokens in an embedding table whose rows are divided among agents. Returns [tokens, width].
 
-    Each agent looks up the tokens in its own rows and uses zeros for all other tokens. Then the agents' results are
-    added.
+    ``table`` [own rows, width] has this agent's rows. Each agent looks up the tokens in its own rows and uses zeros for
+    all other tokens. Then the agents' results are added.
     """
 
     def __init__(self, part: ModelPart, dtype: str) -> None:
@@ -65,7 +65,9 @@ class Embedding(nn.Cell):
 
 
 class HandOver(nn.Cell):
-    """Returns hidden + residual for the next pipeline stage. The sum is rounded exactly as in AddRmsNorm."""
+    """Returns hidden + residual, each [tokens, width], for the next pipeline stage. The sum is rounded exactly as in
+    AddRmsNorm.
+    """
 
     def __init__(self) -> None:
         super().__init__()
