@@ -29,6 +29,8 @@ class LogEvent:
     fields: Mapping[str, str] = field(default_factory=dict)
     max_per_s: int = 0
     """Maximum number of lines in a second. 0: no limit. The event ``log_lines_suppressed`` counts further lines."""
+    ends: str = ""
+    """Name of the error whose end this event reports. After such an error, standard error shows this event, too."""
 
 
 EVENTS: Mapping[str, LogEvent] = {
@@ -172,6 +174,7 @@ EVENTS: Mapping[str, LogEvent] = {
             "start is `stored program` or `compiled`",
             **_REPLICA,
         },
+        ends="agent_lost",
     ),
     "agent_lost": LogEvent(
         "An agent failed. Its requests wait and are computed again.",

@@ -1,4 +1,5 @@
-"""The event log: one JSON object for each line. Warnings and errors also go to standard error.
+"""The event log: one JSON object for each line. Warnings and errors also go to standard error. So does the first event
+that reports the end of such an error (``LogEvent.ends``).
 
     log = EventLog("output/server.log", level="info")
     log.event("request_arrival", request_id="cmpl-1", prompt_tokens=12)
@@ -56,6 +57,15 @@ _LINE_BREAKS = (
     (b"\xe2\x80\xa9", b"\\u2029"),
 )
 
+_ENDED = frozenset(event.ends for event in EVENTS.values()) - {""}
+"""Errors whose end another event reports."""
+_ORIGIN = ("replica", "model")
+"""Fields by which an error and the event that reports its end belong together."""
+
+
+def _origin(fields: Mapping[str, object]) -> tuple[object, ...]:
+    return tuple(fields.get(key) for key in _ORIGIN)
+
 
 class EventLog:
     """Writes events to the file ``path``, or to no file if it is None. Warnings and errors also go to standard error.
@@ -87,6 +97,8 @@ class EventLog:
         # A signal handler may log while it interrupts a thread that holds this lock. So the lock must be re-entrant.
         self._limits_lock = threading.RLock()
         self._has_suppressed = False
+        self._unended: set[tuple[object, ...]] = set()
+        """The errors on standard error whose end another event reports: names, with their replicas and models."""
         losses = LossReports(self._loss_notice, report_on_stderr)
         self._file = None if self.path is None else _open(self.path, losses, rotation)
 
@@ -98,6 +110,8 @@ class EventLog:
     def event(self, name: str, /, *, level: str = "info", **fields: object) -> None:
         """Writes one event as a line. ``fields`` may have any values; values that JSON does not know become text."""
         rank = LEVELS.get(level, LEVELS["info"])
+        if self._unended:
+            self._report_end(name, fields)
         if rank < self._threshold:
             return
         now = self._clock()
@@ -110,6 +124,8 @@ class EventLog:
             self._file.write(encode_line(record, self._max_line_bytes))
         if self._mirror and rank >= LEVELS["warning"]:
             report_on_stderr(readable(record))
+            if name in _ENDED:
+                self._unended.add((name, *_origin(fields)))
 
     def debug(self, message: str, /, *, event: str = "debug", **fields: object) -> None:
         self.event(event, level="debug", message=message, **fields)
@@ -153,6 +169,15 @@ class EventLog:
         if not is_admitted:
             dropped_lines.add("suppressed")
         return is_admitted
+
+    def _report_end(self, name: str, fields: Mapping[str, object]) -> None:
+        """Shows the event ``name`` on standard error if it reports the end of an error that was shown there."""
+        ended = (EVENTS[name].ends if name in EVENTS else "", *_origin(fields))
+        if ended in self._unended:
+            self._unended.discard(ended)
+            origin = {key: fields[key] for key in _ORIGIN if key in fields}
+            record = {"time": self._clock(), "level": "info", "event": name, "message": EVENTS[name].meaning, **origin}
+            report_on_stderr(readable(record))
 
     def _loss_notice(self, lines: int) -> bytes:
         record = {"time": self._clock(), "level": "warning", "event": "log_lines_lost", "lines": lines}

@@ -77,6 +77,7 @@ def test_a_killed_agent_is_replaced_and_requests_in_flight_end_with_the_same_tex
             wait_for(lambda: server.events("agent_lost"))
             assert "signal 9" in server.events("agent_lost")[0]["message"], "the server was told of the end"
             assert [ids_of(answer.result()) for answer in answers] == [expected] * 4
+        assert "INFO agent_ready: An agent has loaded, compiled and warmed up." in server.stderr()
         assert [event for event in server.events("request_end") if event["finish_reason"] == "error"] == []
         [replacement] = server.agents()
         assert replacement.pid != agent.pid

@@ -239,6 +239,21 @@ def test_a_long_message_is_cut_in_its_middle(capsys: pytest.CaptureFixture[str])
     assert "... more in the log ..." in said
 
 
+@pytest.mark.parametrize("level", ["info", "error"])
+def test_standard_error_shows_the_end_of_an_error_once(level: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with EventLog(None, level) as log:
+        log.event("agent_ready", summary={"a": 1}, replica=0)
+        assert capsys.readouterr().err == ""
+        log.error("it died", event="agent_lost", replica=1)
+        capsys.readouterr()
+        log.event("agent_ready", summary={"a": 1}, replica=0)
+        assert capsys.readouterr().err == "", "another replica was lost"
+        log.event("agent_ready", summary={"a": 1}, replica=1)
+        log.event("agent_ready", summary={"a": 1}, replica=1)
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith(" INFO agent_ready: An agent has loaded, compiled and warmed up. (replica=1)")
+
+
 def test_without_a_path_only_standard_error_is_used(capsys: pytest.CaptureFixture[str]) -> None:
     with EventLog(None) as log:
         log.event("e")
