@@ -91,7 +91,8 @@ enum ScratchSlot : int {
   kScratchLoraRows = 20,     // copied activations, for the products with A (used by each thread)
   kScratchDelta = 21,        // buffers for a value head of gated linear attention (used by each thread)
   kScratchLinearWords = 22,  // int8 activations, widened to 16 bits (used by the calling thread)
-  kScratchSlots = 23
+  kScratchWidened = 23,      // int8 weights, widened to 16 bits (used by each thread)
+  kScratchSlots = 24
 };
 
 }  // namespace llmk

@@ -4,6 +4,9 @@
 #ifdef LLMK_AMX
 #include "linear_amx.h"
 #endif
+#if defined(LLMK_VEC_AVX2) && !defined(LLMK_VNNI)
+#include "linear_words_avx2.h"
+#endif
 
 namespace llmk::LLMK_ARCH {
 
@@ -51,6 +54,7 @@ static void run_bytes(LinearJob* job) {
   grouped ? set_finish<Scaling::kRow>(job) : set_finish<Scaling::kIntegerBoth>(job);
 #if defined(LLMK_VEC_AVX2) && !defined(LLMK_VNNI)
   if (!nibbles) rows_as_words(job);
+  if (!nibbles && grouped && GroupedWords::fits(*job)) return run_panels<GroupedWords>(*job);
 #endif
 #ifdef LLMK_AMX
   if (nibbles && GroupedTiles<NibbleStep>::fits(*job)) return run_tiles<GroupedTiles<NibbleStep>>(*job);

@@ -29,6 +29,10 @@ struct Piece {
   const uint8_t* next;      // weights of the next piece, which is about as large as this piece
   int64_t next_half_bytes;  // `half_bytes` of the next piece
   AdapterFetch* adapters;   // prefetches the parts of adapters for this panel; null: no row has an adapter
+  // Only for GroupedWords (linear_words_avx2.h): memory for the weights of the piece as 16-bit numbers, and the first
+  // row of the tile that writes them. Null: there is only one tile.
+  uint8_t* words;
+  int64_t widening_row;
 };
 
 // If rows have adapters, a tile prefetches kAdapterLines cache lines of adapters for every kAdapterSteps steps, or for
@@ -45,6 +49,10 @@ struct PlainForm {
   static constexpr int64_t kWholeUnits = kTile;  // each piece begins at a multiple of this number of steps
   // A unit is the smallest range of the depth that a piece may have. It is a step here, and a quantisation group in
   // GroupedForm.
+  // Returns the number of bytes that a piece should have. The argument is the number of rows of a task.
+  static int64_t piece_bytes(int64_t) { return kPieceBytes; }
+  // Sets the members of a piece that only some forms have. The arguments are the first row and the number of rows.
+  static void prepare(const LinearJob&, int64_t, int64_t, Piece*) {}
   static int64_t units(const WeightShape& shape) { return shape.steps; }
   static int64_t unit_bytes(const WeightShape& shape) { return shape.step_bytes; }
   // Returns the distance in bytes between the weights of two consecutive steps, within half a panel (32 columns).
@@ -104,6 +112,8 @@ struct GroupedForm {
   using Step = S;
   static constexpr int kTallRows = Step::kMostRows;  // no tall tiles, because the float totals also need registers
   static constexpr int64_t kWholeUnits = 1;
+  static int64_t piece_bytes(int64_t) { return kPieceBytes; }
+  static void prepare(const LinearJob&, int64_t, int64_t, Piece*) {}
   static int64_t units(const WeightShape& shape) { return shape.groups; }
   static int64_t unit_bytes(const WeightShape& shape) {
     return shape.group_steps * shape.step_bytes + shape.scale_bytes;
@@ -270,9 +280,8 @@ static inline void piece_rows(const LinearJob& job, const Piece& piece, int64_t 
 // Multiplies one panel by rows [row, row_end), piece after piece of the depth. The last piece applies the epilogue.
 template <class Form>
 static void panel_task(const LinearJob& job, int64_t panel, int64_t row, int64_t row_end) {
-  const int64_t units = Form::units(job.shape), unit_bytes = Form::unit_bytes(job.shape);
-  const int64_t pieces = larger(1, smaller(units, ceil_div(job.shape.panel_bytes, kPieceBytes)));
-  const int64_t rows = row_end - row;
+  const int64_t units = Form::units(job.shape), unit_bytes = Form::unit_bytes(job.shape), rows = row_end - row;
+  const int64_t pieces = larger(1, smaller(units, ceil_div(job.shape.panel_bytes, Form::piece_bytes(rows))));
   float* sums = static_cast<float*>(thread_scratch(kScratchLinearTile, rows * kPanelColumns * 4));
   const uint8_t* weights = job.panels + panel * job.shape.panel_bytes;
   const auto start = [&](int64_t p) {
@@ -285,7 +294,7 @@ static void panel_task(const LinearJob& job, int64_t panel, int64_t row, int64_t
   for (int64_t p = 0; p < pieces; ++p) {
     const int64_t begin = start(p), end = start(p + 1);
     const bool last = p == pieces - 1;
-    const Piece piece{weights + begin * Form::unit_stride(job.shape),
+    Piece piece{weights + begin * Form::unit_stride(job.shape),
                       Form::half_bytes(job.shape, end - begin),
                       begin,
                       end,
@@ -293,7 +302,10 @@ static void panel_task(const LinearJob& job, int64_t panel, int64_t row, int64_t
                       p == 0,
                       weights + (last ? job.shape.panel_bytes : end * Form::unit_stride(job.shape)),
                       Form::half_bytes(job.shape, last ? start(1) : start(p + 2) - end),
-                      has_adapters ? &adapters : nullptr};
+                      has_adapters ? &adapters : nullptr,
+                      nullptr,
+                      0};
+    Form::prepare(job, row, rows, &piece);
     piece_rows<Form, true>(job, piece, row, rows, sums, [&](int64_t first, int64_t count, const float* tile_sums) {
       if (last) finish_tile(job, panel, first, count, tile_sums);
     });

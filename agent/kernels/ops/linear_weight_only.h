@@ -233,7 +233,9 @@ struct WeightOnlyForm {
                       block.starts_group(),
                       nullptr,
                       0,
-                      nullptr};
+                      nullptr,
+                      nullptr,
+                      0};
     piece_rows<PlainForm<Step, kUnpackedTile>, false>(job, piece, row, rows, sums, nothing);
   }
 };
