@@ -13,6 +13,7 @@
 #include "common/check.h"
 #include "common/floating_point.h"
 #include "common/kernel_table.h"
+#include "common/row_tasks.h"
 #include "common/tensors.h"
 #include "common/thread_pool.h"
 #include "custom_ops.h"
@@ -90,7 +91,7 @@ namespace {
 template <class Source>
 NormedRows norm_rows(const NormInput& in, const void* weight, int64_t rows, bool keeps_floats, const Source& source) {
   NormedRows out;
-  const int64_t bytes = row_bytes(in.dtype, in.width), per_task = larger(1, 16384 / in.width);
+  const int64_t bytes = row_bytes(in.dtype, in.width);
   out.is_quantized = wants_quantized_rows(weight);
   char* values = nullptr;
   if (out.is_quantized) {
@@ -102,10 +103,9 @@ NormedRows norm_rows(const NormInput& in, const void* weight, int64_t rows, bool
     values = static_cast<char*>(thread_scratch(kScratchNormed, rows * bytes));
     out.values = values;
   }
-  parallel_for(ceil_div(rows, per_task), [&](int64_t task) {
-    const int64_t end = smaller((task + 1) * per_task, rows);
+  for_row_ranges(rows, in.width, [&](int64_t begin, int64_t end) {
     void* row = has_floats ? nullptr : thread_scratch(kScratchNormed, bytes);
-    for (int64_t i = task * per_task; i < end; ++i) {
+    for (int64_t i = begin; i < end; ++i) {
       if (has_floats) row = values + i * bytes;
       norm_row(in, source(i), row);
       if (out.is_quantized) kernels().quantize_row(in.dtype, row, out.quantized, i, weight);

@@ -2,7 +2,7 @@
 #pragma once
 #include <cmath>
 
-#include "../common/thread_pool.h"
+#include "../common/row_tasks.h"
 #include "linear_driver.h"
 
 namespace llmk::LLMK_ARCH {
@@ -28,10 +28,8 @@ static inline void run_linear(const LinearArgs& args, const Run& run) {
 // Calls function(row) for every row, on several threads if there is enough work.
 template <class Function>
 static inline void for_rows(int64_t rows, int64_t depth, const Function& function) {
-  const int64_t rows_per_task = larger(1, (1 << 14) / depth);
-  parallel_for(ceil_div(rows, rows_per_task), [&](int64_t task) {
-    const int64_t end = smaller(rows, (task + 1) * rows_per_task);
-    for (int64_t row = task * rows_per_task; row < end; ++row) function(row);
+  for_row_ranges(rows, depth, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) function(row);
   });
 }
 
