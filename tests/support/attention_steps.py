@@ -21,7 +21,7 @@ FORMATS = [
 TOLERANCE = {"float32": 3e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 """Maximum absolute error of an output, compared with float64."""
 INT8_TOLERANCE = 4e-4
-"""Maximum absolute error with an int8 cache, where queries have 15 bits and softmax weights 16."""
+"""Maximum absolute error with an int8 cache, where queries have 15 bits and softmax weights 15 or 16."""
 
 
 @dataclass(frozen=True)

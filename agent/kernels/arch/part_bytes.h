@@ -10,6 +10,8 @@ namespace llmk::LLMK_ARCH {
 static void attention_bytes(const RotaryAttentionArgs& args) {
 #ifdef LLMK_VNNI
   paged::attend_paged<paged::Int8Form, int8_t>(args);
+#elif defined(LLMK_VEC_AVX2)
+  paged::attend_paged<paged::WordForm, int8_t>(args);
 #else
   paged::attend_paged<paged::FloatForm, int8_t>(args);
 #endif

@@ -518,12 +518,12 @@ static inline void run_task(const RotaryAttentionArgs& args, const PagedPlan& pl
 }
 
 // Runs a task. F is its number format (paged_units.h), C the type of the cache. On AVX2, WidenedForm replaces FloatForm
-// for a task with few rows.
+// for a task with few rows, if the cache is bfloat16.
 template <class F, class C>
 static inline void choose_task(const RotaryAttentionArgs& args, const PagedPlan& plan, const PagedTask& task,
                                const PagedTask* next, TileFetch* fetch) {
 #ifdef LLMK_VEC_AVX2
-  if constexpr (std::is_same_v<F, FloatForm> && sizeof(C) < 4 && !std::is_same_v<C, half_t>) {
+  if constexpr (std::is_same_v<F, FloatForm> && std::is_same_v<C, bfloat_t>) {
     if (cache_has_units(args) && task.rows <= kTileRows) {
       return run_task<WidenedForm<C>, C>(args, plan, task, next, fetch);
     }

@@ -73,6 +73,7 @@ struct SoftmaxState {
 struct TaskRows {
   // `query_units` is the number of 32-bit units of a key, rounded up to a multiple of 16. A packed query has
   // F::kRowWords 32-bit words for each of these units. Int8Form has two words, one for each pass over the units.
+  // WordForm has two words, one for each pair of elements.
   // WidenedForm has one float for each element of the unit.
   int64_t heads, rows, dim, padded_dim, query_units;
   const int64_t* visible;                             // [rows]: a row sees keys before this position; ascending
@@ -80,7 +81,7 @@ struct TaskRows {
   Unit* queries;                                      // packed queries: [heads * rows][kRowWords * query_units]
   // [heads * rows]: the factor of a score. It includes log2(e), because weights are computed as powers of two.
   float* factors;
-  // [heads * rows]: the number that Int8Form::shift() adds to the sums of integers
+  // [heads * rows]: the number that the forms for int8 caches add to the sums of integers
   int32_t* offsets;
   SoftmaxState total;                                 // [heads * rows]; unused if several tasks share the context
 
@@ -132,6 +133,21 @@ struct ProductRows {
   int64_t stride, pass_stride;
 };
 
+// Adds the products of one unit of WordForm to the sums. `row` is the unit of the first row, and `stride` the distance
+// to the next row. The units of the panels are at panel[v] + at.
+template <class P, int R, int V>
+LLMK_INLINE void multiply_words(const Unit* const (&panel)[V], int64_t at, const Unit* row, int64_t stride,
+                                typename P::Acc (&sums)[R][V]) {
+  LLMK_UNROLL
+  for (int j = 0; j < P::kParts * V; ++j) {
+    const typename P::Acc part = P::part(panel[j % V] + at, j / V);
+    LLMK_UNROLL
+    for (int i = 0; i < R; ++i) {
+      add_product(&sums[i][j % V], part, reinterpret_cast<const int16_t*>(row + i * stride + j / V));
+    }
+  }
+}
+
 // Adds the dot product of row r and panel vector v to total[r][v], for each r and v. The product covers the pieces
 // [begin, end) of the depth. A piece is `units` consecutive units of the depth, and at(piece, v) returns the address of
 // its first unit.
@@ -171,14 +187,18 @@ LLMK_INLINE void multiply(const ProductRows& rows, int64_t begin, int64_t end, i
           continue;
         }
 #endif
-        typename P::Operand lanes[V];
-        LLMK_UNROLL
-        for (int v = 0; v < V; ++v) lanes[v] = P::lanes(panel[v] + k * panel_stride);
-        LLMK_UNROLL
-        for (int i = 0; i < kPasses * R; ++i) {
-          const typename P::Operand x = P::spread(row + i % R * rows.stride + i / R * rows.pass_stride + k);
+        if constexpr (P::kIntegers && P::kParts > 1) {
+          multiply_words<P, R, V>(panel, k * panel_stride, row + k * P::kParts, rows.stride, sums[0]);
+        } else {
+          typename P::Operand lanes[V];
           LLMK_UNROLL
-          for (int v = 0; v < V; ++v) sums[i / R][i % R][v] = P::step(x, lanes[v], sums[i / R][i % R][v]);
+          for (int v = 0; v < V; ++v) lanes[v] = P::lanes(panel[v] + k * panel_stride);
+          LLMK_UNROLL
+          for (int i = 0; i < kPasses * R; ++i) {
+            const typename P::Operand x = P::spread(row + i % R * rows.stride + i / R * rows.pass_stride + k);
+            LLMK_UNROLL
+            for (int v = 0; v < V; ++v) sums[i / R][i % R][v] = P::step(x, lanes[v], sums[i / R][i % R][v]);
+          }
         }
       }
     }
@@ -187,7 +207,13 @@ LLMK_INLINE void multiply(const ProductRows& rows, int64_t begin, int64_t end, i
   for (int i = 0; i < R * V; ++i) {
     const auto sum = sums[0][i / V][i % V];
     const int32_t offset = offsets == nullptr ? 0 : offsets[i / V];
-    total[i / V][i % V] = kPasses == 1 ? sum : P::join(P::shift(sum, offset), sums[kPasses - 1][i / V][i % V]);
+    if constexpr (!P::kIntegers) {
+      total[i / V][i % V] = sum;
+    } else if constexpr (kPasses == 1) {
+      total[i / V][i % V] = P::shift(sum, offset);
+    } else {
+      total[i / V][i % V] = P::join(P::shift(sum, offset), sums[kPasses - 1][i / V][i % V]);
+    }
   }
 }
 
@@ -350,15 +376,15 @@ static inline void soften_block(const TaskRows& all, const TilePanels* panels, c
 }
 
 // Writes `total`, the sum of softmax weights times values for a chunk of keys, to `sums`. Int8Form first adds the sum
-// of the earlier chunks, which is in `sums`, unless the chunk is the first (`fresh`). It converts the sum to floats if
-// the chunk is the last (`done`). With all other forms, `total` already includes the earlier chunks.
+// of the earlier chunks, which is in `sums`, unless the chunk is the first (`fresh`). With all other forms, `total`
+// already includes the earlier chunks. Sums of integers are converted to floats if the chunk is the last (`done`).
 template <class F>
 LLMK_INLINE void store_values(typename F::ValueProduct::Acc total, bool fresh, bool done, float step, float* sums) {
   using P = typename F::ValueProduct;
-  if constexpr (F::kPasses == 1) {
+  if constexpr (!P::kIntegers) {
     store(sums, P::result(total));
   } else {
-    if (!fresh) total = P::join(total, P::restore(sums));
+    if (F::kPasses > 1 && !fresh) total = P::join(total, P::restore(sums));
     if (done) return store(sums, mul(P::result(total), broadcast(step)));
     P::keep(total, sums);
   }

@@ -3,9 +3,11 @@
 // accumulator.
 //
 //  FloatForm     float32 FMA. Keys and values of bfloat16, float16 and int8 caches are converted when they are packed.
-//  WidenedForm   Gives the same bits as FloatForm. Converts the units of the cache in registers, because this is faster
-//                for few rows on AVX2.
+//  WidenedForm   Gives the same bits as FloatForm. Converts the bfloat16 units of the cache in registers, because this
+//                is faster for few rows on AVX2.
 //  BFloat16Form  VDPBF16PS for both products; queries and weights are rounded to bfloat16.
+//  WordForm      VPMADDWD for both products, for AVX2 and int8 caches. Queries and softmax weights have 15 bits, with
+//                scales like those of Int8Form.
 //  Int8Form      VPDPBUSD for both products. The integer sums are exact, so the order of additions does not matter.
 //                Queries have 15 bits and one scale per row. Softmax weights have 16 bits and one scale per row and
 //                partition. Both are stored as a high and a low byte. The sums of the high bytes are shifted, then the
@@ -132,13 +134,15 @@ LLMK_INLINE void store_transposed(const Vec (&rows)[16], Unit* panel, int64_t st
 //  lanes(p)             loads 16 units of a panel.
 //  spread(p)            broadcasts one unit of a row.
 //  step(a, b, total)    adds the products of both operands to an accumulator.
-//  shift(), join()      combine the sums of the two passes of Int8Form. Other forms have one pass and do not use them.
+//  shift(), join()      combine the sums of the two passes of Int8Form. WordForm has one pass and only uses shift().
 //  restore(sums)        loads an accumulator from memory
 //  result(total)        converts an accumulator to floats
 struct FloatProduct {
   // Number of parts in which a unit is multiplied. 1: the whole unit is multiplied by one word of a row. With
-  // WidenedForm, each element of a unit is a part, and is multiplied by its own word of the row.
+  // WidenedForm, each element of a unit is a part, and is multiplied by its own word of the row. With WordForm, two
+  // elements are a part.
   static constexpr int kParts = 1;
+  static constexpr bool kIntegers = false;  // true: the accumulators are integers
   using Acc = Vec;
   using Operand = Vec;
   static inline Acc clear() { return zero(); }
@@ -215,4 +219,5 @@ struct FloatForm {
 
 #include "paged_units_bf16.h"
 #include "paged_units_int8.h"
+#include "paged_units_words.h"
 #include "paged_units_widened.h"

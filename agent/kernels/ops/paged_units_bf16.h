@@ -6,6 +6,7 @@ namespace llmk::LLMK_ARCH::paged {
 
 struct BFloat16Product {
   static constexpr int kParts = 1;
+  static constexpr bool kIntegers = false;
   using Acc = Vec;
   using Operand = __m512bh;
   static inline Acc clear() { return zero(); }
