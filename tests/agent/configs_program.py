@@ -2,8 +2,9 @@
 
 python tests/agent/configs_program.py RANK JSON
 
-The argument JSON has the names of configs and of their exchanges, which are null for an agent without a group. The
-agent of rank 0 also runs each config with fused operators on one agent. test_every_config.py starts it.
+The argument JSON has the names of configs. For each config, it has the name of its exchange, which is null for an agent
+without a group, and whether the agent of rank 0 also runs it with fused operators on one agent. test_every_config.py
+starts it.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def executed_graphs(driver: StepDriver) -> dict[str, list[str]]:
     }
 
 
-def run_config(name: str, segment: str | None, rank: int) -> dict[str, Any]:
+def run_config(name: str, segment: str | None, with_fused: bool, rank: int) -> dict[str, Any]:
     config = narrow_config(name, "native")
     start_runtime(config)
     exchange = None
@@ -94,6 +95,8 @@ def run_config(name: str, segment: str | None, rank: int) -> dict[str, Any]:
     if rank > 0:
         return {}
     found = {"native": results, "graphs": executed_graphs(driver)}
+    if not with_fused:
+        return found
     fused = narrow_config(name, "fused")
     alone = replace(fused.parallel_config, tensor_parallel=1)
     found["fused"] = run_steps(StepDriver(replace(fused, parallel_config=alone)))
@@ -102,5 +105,5 @@ def run_config(name: str, segment: str | None, rank: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     number, job = int(sys.argv[1]), json.loads(sys.argv[2])
-    print(json.dumps({name: run_config(name, segment, number) for name, segment in job.items()}), flush=True)
+    print(json.dumps({name: run_config(name, *given, number) for name, given in job.items()}), flush=True)
     os._exit(0)

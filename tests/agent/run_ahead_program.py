@@ -46,7 +46,7 @@ MODEL = "llama3_rope"
 GREEDY = {"num_top_logits": -1}
 IN_FLIGHT = 2
 ROWS, PROMPT, ROUNDS = 6, 9, 14
-RANDOM_RUNS = 6
+RANDOM_RUNS = 3
 
 
 class Step:

@@ -2,8 +2,8 @@
 
 The graph that runs must be the stored listing of the config (``tools/ascend_graph/golden``) apart from sizes. ``make
 test`` runs a subset of the configs that contains every primitive of every config, with its types. ``make test-sweeps``
-runs the others. The tokens must be those of fused operators, which other tests compare with transformers. A new config
-or variant is a new case.
+runs the others. The tokens must be those of fused operators, which other tests compare with transformers. ``make test``
+compares the tokens of the configs in ``RELIED_ON``. A new config or variant is a new case.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import pytest
 from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
 from support.forked_programs import ForkedProgram
 from support.narrow_configs import narrow_config
+from support.sweeps import with_sweeps
 from tools.ascend_graph.variants import VARIANTS, deployments
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,9 +34,14 @@ CHOSEN_EXPERTS = ("deepseek", "gpt_oss")
 """
 ALTERNATING_LAYERS = ("gpt_oss",)
 """Beginnings of the names of configs in which layers with and without a window alternate."""
-RELIED_ON = ("gpt_oss_20b_kbk_pa_dyn.yaml",)
-"""Configs that ``make test`` must run, because test_families.py leaves their architecture to this file."""
+RELIED_ON = ("gpt_oss_20b_kbk_pa_dyn.yaml", "deepseek_small_cpu.yaml")
+"""Configs whose tokens ``make test`` must compare, because test_families.py leaves their architecture to this file.
+
+test_model_runner.py, test_native_quantised_groups.py and test_expert_parallel.py compare the tokens of other native
+operators: int4, int8 with experts, and groups.
+"""
 Results = dict[str, Any]
+Run = Callable[[str, bool], Results]
 
 
 @cache
@@ -142,23 +148,30 @@ def is_swept(name: str) -> bool:
     return name not in unswept()
 
 
+def is_compared(name: str) -> bool:
+    """Returns whether the process that runs a config for its graphs also runs it with fused operators."""
+    return is_swept(name) or name in RELIED_ON
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Results]:
-    """Returns a function that gives the results of a config. One process runs all that have one agent."""
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Returns a function that gives the results of a config, with those of fused operators if the second argument is
+    true. One process runs all configs of ``make test`` that have one agent.
+    """
 
     @cache
-    def printed(names: tuple[str, ...]) -> Results:
+    def printed(names: tuple[str, ...], compared: tuple[str, ...]) -> Results:
         folder = tmp_path_factory.mktemp("configs")
         with ExitStack() as stack:
-            job: dict[str, str | None] = {}
+            job: dict[str, tuple[str | None, bool]] = {}
             for name in names:
-                config = narrow_config(name, "native")
-                job[name] = None
+                config, exchange_name = narrow_config(name, "native"), None
                 if config.parallel_config.group_size > 1:
                     layout = ExchangeLayout.of(config.shape, config.slot_limits(), config.parallel_config)
                     exchange = ExchangeMemory.create(layout)
                     stack.callback(exchange.close)
-                    job[name] = exchange.name
+                    exchange_name = exchange.name
+                job[name] = (exchange_name, name in compared)
             ranks = range(agents_of(names[0]))
             agents = [
                 stack.enter_context(ForkedProgram(PROGRAM, str(rank), json.dumps(job), folder=folder)) for rank in ranks
@@ -169,10 +182,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Results]:
         found: Results = json.loads(ended[0].stdout.splitlines()[-1])
         return found
 
-    def of_config(name: str) -> Results:
+    def of_config(name: str, with_fused: bool) -> Results:
         alike = [other for other in CONFIGS if (is_swept(other), agents_of(other)) == (is_swept(name), agents_of(name))]
-        found: Results = printed(tuple(alike))[name]
-        return found
+        if with_fused and not is_compared(name):
+            alike = [other for other in alike if not is_compared(other)]
+            return dict(printed(tuple(alike), tuple(alike))[name])
+        return dict(printed(tuple(alike), tuple(filter(is_compared, alike)))[name])
 
     return of_config
 
@@ -182,22 +197,19 @@ def agents_of(name: str) -> int:
     return narrow_config(name, "native").parallel_config.tensor_parallel
 
 
-CASES = [pytest.param(name, marks=[pytest.mark.sweep] if is_swept(name) else []) for name in CONFIGS]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_executed_graphs_are_those_of_the_config(run: Callable[[str], Results], name: str) -> None:
-    executed = {kind: without_sizes(name, lines) for kind, lines in run(name)["graphs"].items()}
+@pytest.mark.parametrize("name", with_sweeps([(name,) for name in CONFIGS], is_swept))
+def test_the_executed_graphs_are_those_of_the_config(run: Run, name: str) -> None:
+    executed = {kind: without_sizes(name, lines) for kind, lines in run(name, False)["graphs"].items()}
     assert executed == listing_of(name)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_native_tokens_are_those_of_fused_operators(run: Callable[[str], Results], name: str) -> None:
+@pytest.mark.parametrize("name", with_sweeps([(name,) for name in CONFIGS], lambda name: name not in RELIED_ON))
+def test_native_tokens_are_those_of_fused_operators(run: Run, name: str) -> None:
     """A token may differ where two logits are nearly equal.
 
     The difference is stated in units of the range of the best 32 logits, which is about 1.5 standard deviations.
     """
-    found = run(name)
+    found = run(name, True)
     gaps, sampled = [], 0
     for ours, theirs in zip(found["native"], found["fused"], strict=True):
         sampled += ours["token"] == theirs["token"]

@@ -41,12 +41,16 @@ NATIVE_CASES = (
     (NATIVE, "qwen3_moe"),
     (NATIVE_COLUMNS, "gpt_oss"),
 )
-SWEPT_CASES = ((COLUMNS, "deepseek_v2_lite"), *NATIVE_CASES[1:])
+SWEPT_CASES = (
+    *((COLUMNS, "deepseek_v2_lite"), (WHOLE_EXPERTS, "deepseek_v2"), (WHOLE_EXPERTS, "qwen3_moe")),
+    *NATIVE_CASES[1:],
+)
 """These run in ``make test-sweeps`` only.
 
-deepseek_v3 has the same columns as deepseek_v2_lite. deepseek_v2 has the same native products of experts as the other
-models. gpt_oss also has biases of experts. Two agents compute them in float32, and test_every_config.py computes them
-with native operators.
+One agent chooses the experts of each family in test_families.py. deepseek_v3 and gpt_oss divide whole experts like
+deepseek_v2 and qwen3_moe. deepseek_v3 has the same columns as deepseek_v2_lite. deepseek_v2 has the same native
+products of experts as the other models. gpt_oss also has biases of experts. Two agents compute them in float32, and
+test_every_config.py computes them with native operators.
 """
 SETUPS = {"experts": WHOLE_EXPERTS, "columns": COLUMNS, "native": NATIVE, "native columns": NATIVE_COLUMNS}
 NAMES = {id(setup): name for name, setup in SETUPS.items()}

@@ -35,27 +35,27 @@ QUANTISED_SETUPS = (
     ("float32", "fused", "int4", "int8"),
 )
 SETUPS = (FLOAT32, *HALF_SETUPS, *QUANTISED_SETUPS)
-QUANTISED_MODELS = ("llama_linear_mqa", "qwen2_tied", "mistral_window", "phi4_mini", "qwen3_moe", "deepseek_v2_lite",
-                    "gpt_oss_mxfp4")  # fmt: skip
+QUANTISED_MODELS = ("qwen2_tied", "phi4_mini", "qwen3_moe", "deepseek_v2_lite", "gpt_oss_mxfp4")
 """The models that ``make test`` quantises."""
 NATIVE = ("bfloat16", "native", "auto", "auto")
-NATIVE_MODELS = ("mixtral", "phi4_mini", "qwen2_yarn_window", "gemma3", "deepseek_v3")
+NATIVE_MODELS = ("phi4_mini", "qwen2_yarn_window", "gemma3")
 """The models that ``make test`` runs with native operators: one of each architecture, without ``NATIVE_ELSEWHERE``."""
 NATIVE_ELSEWHERE = {
     "LlamaForCausalLM": "test_model_runner.py",
-    "MistralForCausalLM": "mixtral: Mixtral is Mistral with experts, and has its window",
+    "MistralForCausalLM": "qwen2_yarn_window: Mistral is Llama with this window",
+    "MixtralForCausalLM": "qwen2_yarn_window has its window, and Qwen3MoeForCausalLM its experts",
     "Qwen3ForCausalLM": "tests/integration/test_families.py",
     "Qwen3MoeForCausalLM": "test_native_experts.py and test_native_replays.py",
     "DeepseekV2ForCausalLM": "test_expert_parallel.py",
+    "DeepseekV3ForCausalLM": "test_every_config.py (RELIED_ON)",
     "GptOssForCausalLM": "test_every_config.py (RELIED_ON), and test_native_replays.py with a large cache",
 }
 """Architectures whose models run here with native operators only in ``make test-sweeps``.
 
 The value names the tests that cover the architecture in ``make test``.
 """
-HALF_MODELS = ("llama_dynamic", "mistral_full", "mixtral", "phi3", "gemma3", "gpt_oss", "qwen2_tied", "qwen3_window",
-               "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "deepseek_v2", "deepseek_v3")  # fmt: skip
-"""The models that ``make test`` runs in a half type with fused operators: one of each architecture."""
+HALF_MODELS = ("llama_dynamic", "mixtral", "gemma3", "gpt_oss", "qwen2_tied", "qwen3_next", "deepseek_v3")
+"""The models that ``make test`` runs in a half type with fused operators: one with each kind of layer."""
 REFUSED_BY_NATIVE = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 """Models that the native operators refuse."""
 STATE_MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
@@ -93,8 +93,8 @@ Run = Callable[[Setup, str], Results]
 def is_swept(setup: Setup, model: str) -> bool:
     """Returns whether only ``make test-sweeps`` runs a case.
 
-    ``make test`` runs each model in float32. It runs one model of each architecture in a half type, with fused and with
-    native operators, and some models quantised.
+    ``make test`` runs each model in float32. It runs some models in a half type, with fused and with native operators,
+    and some models quantised.
     """
     if setup == FLOAT32:
         return False

@@ -15,7 +15,7 @@ from support.json_program import printed_json
 from support.sweeps import with_sweeps
 
 PROGRAM = Path(__file__).with_name("heads_program.py")
-SWEPT = (("mtp_qwen3_5", "float32"), ("mtp_qwen3_5_moe", "float32"), ("eagle_hybrid", "float32"))
+SWEPT = (("eagle", "float32"), ("mtp_qwen3_5", "float32"), ("mtp_qwen3_5_moe", "float32"), ("eagle_hybrid", "float32"))
 LEAST_EQUAL = 0.9
 """Minimum fraction of the first guesses that are the oracle's, in bfloat16."""
 

@@ -24,11 +24,13 @@ SETUPS = (
     ("float32", "fused", "auto", "2", "hybrid"),
 )
 REPEATED = (
+    ("float16", "fused", "int4", "3", "dense"),
     ("float32", "fused", "int8", "2", "experts"),
     ("bfloat16", "native", "auto", "2", "latent"),
     ("float32", "fused", "int8", "1", "latent"),
 )
-"""Only ``make test-sweeps`` runs these setups. The others cover experts, latent attention and native operators."""
+"""Only ``make test-sweeps`` runs these setups. The others cover int4, experts, latent attention and native operators.
+"""
 LOOSEST = 4
 """Maximum ratio of planned to real memory. The plan assumes the instruction set and the step that need most memory."""
 

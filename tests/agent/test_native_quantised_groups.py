@@ -65,11 +65,8 @@ LARGER = [("int8", "gqa_tied", 3), ("int8", "gqa_tied", 4), ("int4", "llama3_rop
 
 Three agents have 2, 1 and 3 of 6 query heads, and two of them share a key-value head. Four agents have 2, 1, 2 and 1
 query heads, and pairs of them share a key-value head. Each of four agents of ``llama3_rope`` has one head of 128, and
-pairs of them share a key-value head.
+pairs of them share a key-value head. test_native_parts.py loads the integers of uneven parts in ``make test``.
 """
-SWEPT_LARGER = LARGER[1:]
-"""These run in ``make test-sweeps`` only. The first setup has uneven and shared heads, and ``CASES`` has int4."""
-
 EVEN = (("int8", "llama_yarn_bias"), ("int4 stored", "mha"))
 """Models of whose weights and cache each of two agents has about half."""
 WITH_EXPERTS = ("qwen3_moe", "mixtral")
@@ -208,9 +205,8 @@ def test_int4_is_as_close_to_floats_as_with_fused_operators(runs: Runs, name: st
     assert same["native"] > same["fused"] - 0.06
 
 
-@pytest.mark.parametrize(
-    ("name", "model", "agents"), with_sweeps(LARGER, lambda *larger: larger in SWEPT_LARGER)
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize(("name", "model", "agents"), LARGER)
 def test_shared_and_uneven_heads(runs: Runs, name: str, model: str, agents: int) -> None:
     found = runs(replace(PAIRS[name], tensor_parallel=agents), name, model)[0]
     wanted = runs(replace(PAIRS[name], tensor_parallel=1), name, model)[0]

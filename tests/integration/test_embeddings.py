@@ -59,7 +59,8 @@ def error_of(server: ServerProcess, path: str, body: object) -> tuple[int, str |
     ("mode", "dense", "has_prefix"),
     with_sweeps(
         [("mean_tokens", True, True), ("lasttoken", False, False), ("weightedmean_tokens", False, True)],
-        lambda mode, dense, has_prefix: mode == "weightedmean_tokens",  # tests/agent/test_pooling.py compares it
+        # tests/agent/test_pooling.py compares each mode, and pipeline stages compute "lasttoken" below.
+        lambda mode, dense, has_prefix: mode != "mean_tokens",
     ),
 )
 def test_embeddings_equal_the_oracle_and_have_the_same_bits_in_every_batch(
@@ -296,7 +297,7 @@ def scores_of(server: ServerProcess, query: str, documents: list[str], **fields:
     return [of_index[index] for index in range(len(documents))]
 
 
-@pytest.mark.parametrize("prompt", ["auto", "qwen3"])
+@pytest.mark.parametrize("prompt", with_sweeps([("auto",), ("qwen3",)], lambda prompt: prompt == "qwen3"))
 def test_a_classifier_with_one_class_scores_pairs_as_a_cross_encoder(tmp_path: Path, prompt: str) -> None:
     folder = write_classifier_folder(tmp_path / "model", ["relevant"])
     query, documents = "t5 t6", ["t40 t41 t1", "t300 t2", "t9 t9 t10 t3"]

@@ -61,7 +61,7 @@ def mixed_requests(count):
         yield {"prompt": prompt, "max_tokens": 3 + number % 10, **kinds[number % len(kinds)]}
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("count", [30, pytest.param(200, marks=pytest.mark.sweep)])
 def test_the_tokens_of_mixed_requests_are_those_of_http(llm, server, count):
     bodies = list(mixed_requests(count))
     with concurrent.futures.ThreadPoolExecutor(16) as pool:

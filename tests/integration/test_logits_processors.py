@@ -41,9 +41,9 @@ class Higher:
 '''
 PROCESSORS = "model_config.logits_processors=[operator_rules:Rule, operator_rules:Higher]"
 SERVERS = {
-    "native": ["model_config.op_table=native", "model_config.model_dtype=bfloat16"],
     "two agents": ["parallel_config.tensor_parallel=2", "model_config.model_dtype=bfloat16"],
-    "few blocks": [
+    "native, few blocks": [
+        *("model_config.op_table=native", "model_config.model_dtype=bfloat16"),
         *("model_config.max_generate_length=256", "model_config.seq_length=[256]", "pa_config.decode_seq_length=256"),
         *("pa_config.num_blocks=24", "scheduler_config.policy=chunked", "scheduler_config.max_num_batched_tokens=24"),
     ],

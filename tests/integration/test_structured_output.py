@@ -31,9 +31,9 @@ CHOICES = ["alpha", "beta", "gamma (3)"]
 FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
 SHORT = ["model_config.max_generate_length=256", "model_config.seq_length=[256]", "pa_config.decode_seq_length=256"]
 SERVERS = {
-    "native": ["model_config.op_table=native", "model_config.model_dtype=bfloat16"],
     "two agents": ["parallel_config.tensor_parallel=2"],
-    "few blocks": [
+    "native, few blocks": [
+        *("model_config.op_table=native", "model_config.model_dtype=bfloat16"),
         *SHORT,
         "pa_config.num_blocks=24",
         "scheduler_config.policy=chunked",

@@ -1371,14 +1371,17 @@ def main() -> None:
     set_up()
     checks: dict[str, Callable[[], list[str]]] = {
         "right": lambda: (
-            right(("decode",), (*ALONE, *SHARED, *EXPERTS, ADAPTED, ADAPTED_MOE))
-            + right(KINDS, (INT8_CACHE,))
-            + right(("candidates", "rows", "draws"), (CONFIG, PAIR))
+            right(("decode",), (*ALONE, PAIR, *EXPERTS, ADAPTED_MOE))
+            + right(("candidates", "rows", "draws"), (PAIR,))
             + right(KINDS[:2], (CONFIG,))
-            + right(("chunked",), (INT8_MOE, DEEPSEEK, QWEN_VL, GEMMA, GPT_OSS))
+            + right(("chunked",), (INT8_CACHE, DEEPSEEK, QWEN_VL, GEMMA, GPT_OSS))
         ),
         "right, more": lambda: (
-            right(KINDS[:2], (*ALONE[1:], *SHARED, MISTRAL, INT8, INT4, SQUARE, QWEN2, QWEN3, STATIC, INT8_WEIGHTS))
+            right(("decode",), (STAGES, ADAPTED))
+            + right(("prefill", "decode"), (INT8_CACHE,))
+            + right(("candidates", "rows", "draws"), (CONFIG,))
+            + right(("chunked",), (INT8_MOE,))
+            + right(KINDS[:2], (*ALONE[1:], *SHARED, MISTRAL, INT8, INT4, SQUARE, QWEN2, QWEN3, STATIC, INT8_WEIGHTS))
             + right(KINDS[:2], (INT8_PAIR, INT4_PAIR, STATIC_PAIR))
             + right(("decode",), (*SEPARATE, *COMBINED, ADAPTED_QWEN2))
             + right(("chunked",), (INT8_DEEPSEEK, INT8_WEIGHTS_GPT_OSS, GPT_OSS_PAIR, ADAPTED_GPT_OSS))

@@ -153,6 +153,13 @@ CAUGHT = {
     "kernels, graph kernel level": "this primitive's kernel needs jit_level O0 and infer_boost on",
 }
 SWEPT_MISTAKES = (
+    "layout of prefill",
+    "names of inputs",
+    "adapters, no sum",
+    "draws, ids of an agent's part",
+    "draws, sums of different scales",
+    "latent, usual mask",
+    "int8 cache, exact keys of prompts",
     "gemma, GELU of the error function",
     "gemma, no norms of results",
     "layout of prefill that fits",

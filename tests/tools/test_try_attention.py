@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from support.forked_programs import run_forked
-from support.time_limits import time_limit
 
 ROOT = Path(__file__).resolve().parents[2]
 PLANTED = """
@@ -43,18 +40,14 @@ def test_the_cpu_agrees_with_numpy(tmp_path: Path, head_dim: int, cache: tuple[s
 
 
 def test_a_planted_mistake_is_found(tmp_path: Path) -> None:
-    process = subprocess.run(
-        [sys.executable, "-c", PLANTED.format(root=str(ROOT))],
-        capture_output=True, text=True, cwd=ROOT, check=False, timeout=time_limit(120),
-    )  # fmt: skip
+    program = tmp_path / "planted.py"
+    program.write_text(PLANTED.format(root=str(ROOT)))
+    process = run_forked(program, folder=ROOT, timeout=120)
     assert process.returncode == 1, process.stdout + process.stderr[-2000:]
     assert process.stdout.count("FAIL") == 3
 
 
 def test_without_an_ascend_the_tool_says_why() -> None:
-    process = subprocess.run(
-        [sys.executable, str(ROOT / "tools/try_attention.py")],
-        capture_output=True, text=True, cwd=ROOT, check=False, timeout=time_limit(120),
-    )  # fmt: skip
+    process = run_forked(ROOT / "tools/try_attention.py", folder=ROOT, timeout=120)
     assert process.returncode == 1
     assert "FAIL MindSpore cannot use Ascend device 0: Unsupported device target" in process.stdout
