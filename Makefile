@@ -18,7 +18,8 @@ LOCKED  := $(INSTALL) --require-hashes --no-deps
 # packages. Otherwise it would leave out all modules of a project in a folder `test`.
 BYTECODE = $(PATIENT) "compiling the modules of the packages" $(BIN)/python -W ignore -c \
            "import compileall, re, sysconfig; folder = sysconfig.get_path('purelib'); \
-            unused = re.compile(re.escape(folder) + '/(.*/)?(tests?|pip|setuptools|pygments|rich)/'); \
+            unused = re.compile(re.escape(folder) + '/(.*/)?(tests?|pip|setuptools|pygments|rich|_akg|f2py|distutils|' \
+                                'scipy/(cluster|integrate|interpolate|signal|spatial|stats))/'); \
             compileall.compile_dir(folder, rx=unused, quiet=2, workers=0)"
 # Runs a command without its output, and prints a line every few seconds so that the user sees that it still runs. With
 # `exec` it replaces the shell, so that it gets the SIGTERM that make sends to the shell.

@@ -152,12 +152,16 @@ HEAVY = (
 )
 """The files that take most time, in this order. They start first, so that all processes end together."""
 
+_SLO_PACE = "tests/policies/test_slo.py::test_the_pace_is_kept_if_the_time_between_steps_is_longer_than_a_step"
 _STRUCTURED = "tests/integration/test_structured_output.py"
 REPETITIONS = (
     "tests/agent/test_native_experts.py::test_a_position_gives_the_same_bits_however_it_is_computed[int8-",
     "tests/agent/test_native_experts.py::test_int8_rounds_activations_like_the_fused_operators",
     "tests/agent/test_native_experts.py::test_tokens_are_among_the_oracles_best[int8-",
     "tests/agent/test_native_replays.py::test_replays_have_the_bits_of_the_graph[2 stages-gqa_tied",
+    "tests/cluster/test_handed_blocks.py::test_blocks_of_all_agents_travel_from_node_to_node[pair]",
+    "tests/constraints/test_thinking.py::test_a_copy_advances_like_the_constraint_and_leaves_it_unchanged[False-True]",
+    "tests/constraints/test_thinking.py::test_a_copy_advances_like_the_constraint_and_leaves_it_unchanged[True-False]",
     "tests/integration/test_images.py::test_replicas_with_roles_have_the_bits_of_one_replica[smolvlm]",
     "tests/integration/test_images.py::test_the_bits_do_not_depend_on_chunks_batch_cache_or_preemption[qwen]",
     "tests/agent/test_sum_parts.py::test_an_agent_that_sums_in_parts_gives_the_bits_of_a_group[int4-",
@@ -165,6 +169,9 @@ REPETITIONS = (
     "tests/integration/test_self_checks.py::test_a_row_with_other_bits_alone_restarts_the_agents[['model_config",
     "tests/integration/test_self_checks.py::test_a_row_with_other_bits_alone_restarts_the_agents[['parallel_config",
     "tests/integration/test_self_checks.py::test_logits_that_are_not_finite_end_their_request_only[native]",
+    "tests/performance/test_simulation_recording.py::test_the_fit_finds_how_long_slow_periods_last[0.7-0.4]",
+    f"{_SLO_PACE}[0.1]",
+    "tests/routing/test_random_scripts.py::test_texts_do_not_depend_on_replicas[2-20]",
     f"{_STRUCTURED}::test_a_bias_comes_before_penalties_and_mask_and_changes_no_log_probability[two agents]",
     f"{_STRUCTURED}::test_beams_follow_a_grammar_and_are_the_most_likely_texts[two agents]",
     f"{_STRUCTURED}::test_rules_about_tokens_hold_alone_and_together[two agents]",

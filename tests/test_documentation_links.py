@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from support.small_configs import REPOSITORY
@@ -14,12 +15,13 @@ HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
 
-def anchors_of(text: str) -> set[str]:
-    """Returns the link targets that a renderer makes of headings.
+@cache
+def anchors_of(page: Path) -> set[str]:
+    """Returns the link targets that a renderer makes of the headings of a page.
 
     They are in lower case, without punctuation, and with hyphens instead of spaces.
     """
-    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in HEADING.findall(text)}
 
 
@@ -32,7 +34,7 @@ def broken_links(page: Path) -> Iterator[str]:
         target = page.parent / path if path else page
         if not target.exists():
             yield f"{link}: no such file"
-        elif anchor and anchor not in anchors_of(target.read_text()):
+        elif anchor and anchor not in anchors_of(target.resolve()):
             yield f"{link}: no such heading"
 
 

@@ -19,6 +19,7 @@ from llm_serving.scheduler.scheduler import Scheduler
 from support.fakes import make_limits, make_request
 from support.recorded_runs import recorded_simulation
 from support.simulation import Simulation, random_run
+from support.sweeps import with_sweeps
 from tools.replaying.replayer import replay
 
 POLICIES = list(Policy)
@@ -353,7 +354,7 @@ def mixed_requests(rng: random.Random) -> list[Request]:
     return requests
 
 
-@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("seed", with_sweeps([(seed,) for seed in range(3)], bool))
 @pytest.mark.parametrize("policy", POLICIES)
 def test_random_runs_lose_no_request_row_or_block(policy: Policy, seed: int) -> None:
     """The simulation compares every text, and checks rows, blocks and counters after each operation."""
@@ -398,7 +399,7 @@ def test_requests_are_counted_only_after_a_change_and_the_counts_are_always_righ
 
 
 @pytest.mark.parametrize("chunk_tokens", [8, 64])
-@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("seed", with_sweeps([(seed,) for seed in range(3)], bool))
 @pytest.mark.parametrize("policy", [Policy.CHUNKED, Policy.SLO])
 def test_steps_that_overtake_change_no_text(policy: Policy, seed: int, chunk_tokens: int) -> None:
     """The simulation compares every text, and checks that no two steps in flight conflict in any order."""

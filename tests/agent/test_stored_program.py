@@ -20,7 +20,7 @@ from support.json_program import printed_json, run_program
 
 pytestmark = pytest.mark.timeout(400)
 
-NUM_LAYERS = {"gqa_tied": 1, "qwen3_next": 4}
+NUM_LAYERS = {"gqa_tied": 1, "qwen3_next": 3}
 """The models, and their numbers of layers. The second model has layers of several kinds."""
 MODELS = tuple(NUM_LAYERS)
 REFUSED = {

@@ -47,7 +47,7 @@ def ask_all(folder: Path, answers: Sequence[dict[str, Any]], *overrides: str, fo
             return list(pool.map(ask, answers))
 
 
-@pytest.mark.parametrize("count", [5, pytest.param(40, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("count", [2, pytest.param(40, marks=pytest.mark.sweep)])
 def test_float32_answers_equal_those_of_transformers(tmp_path: Path, count: int) -> None:
     answers = GOLDEN["answers"][:count]
     assert len(answers) == count

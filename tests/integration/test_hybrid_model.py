@@ -17,7 +17,7 @@ from performance.models.folders import write_model
 from performance.models.variants import FAMILY_VARIANTS
 from support.lora_folders import random_adapter
 
-PROMPTS = [[5 + (7 * i + 3 * j) % 400 for j in range(3 + 11 * i % 60)] for i in range(14)]
+PROMPTS = [[5 + (7 * i + 3 * j) % 400 for j in range(3 + 11 * i % 60)] for i in range(10)]
 GREEDY = {"max_tokens": 50, "temperature": 0, "ignore_eos": True, "logprobs": 2}
 SAMPLED = {"max_tokens": 20, "temperature": 1.0, "seed": 3, "n": 2, "ignore_eos": True}
 THREE_TOKENS = {"temperature": 1.0, "seed": 7, "logit_bias": {"20": 100, "21": 100, "22": 100}}

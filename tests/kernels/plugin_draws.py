@@ -27,7 +27,7 @@ from agent.run_ahead.draws import draw_parameters
 ms.set_context(mode=ms.GRAPH_MODE, jit_config={"jit_level": "O0"})
 ms.set_device("CPU")
 
-SEEDS = 8
+SEEDS = 4
 VOCABULARY = 1500
 
 

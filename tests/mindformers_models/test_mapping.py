@@ -23,7 +23,8 @@ from llm_serving.config.mindformers_models import ARCHITECTURES
 from llm_serving.errors import AgentStartError
 from llm_serving.model.shape import ModelShape
 from performance.models.folders import tensor_shapes, write_model
-from support.json_program import printed_json, run_program
+from support.forked_programs import run_forked
+from support.json_program import printed_json
 from support.mindformers_variants import VARIANTS
 from support.model_folders import write_model_folder
 
@@ -263,7 +264,7 @@ def test_a_package_that_cannot_be_imported_is_a_start_error(tmp_path: Path, monk
 @pytest.fixture(scope="module")
 def calls(tmp_path_factory: pytest.TempPathFactory) -> Any:
     scratch = tmp_path_factory.mktemp("mapping")
-    return printed_json(run_program(PROGRAM, str(write_model_folder(scratch / "model")), folder=scratch))
+    return printed_json(run_forked(PROGRAM, str(write_model_folder(scratch / "model")), folder=scratch))
 
 
 @pytest.mark.parametrize("kind", ["prefill", "chunked", "decode"])

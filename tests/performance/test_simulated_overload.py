@@ -12,7 +12,7 @@ from performance.simulation.runs import NOWHERE, simulate
 from performance.simulation.setup import make_setup
 from performance.simulation.workload import OpenLoop
 
-SECONDS = 30.0
+SECONDS = 15.0
 CAPACITY = 10.9
 """Requests per second of the published load that the simulated device can serve if it is never idle."""
 
