@@ -15,7 +15,7 @@ import pytest
 from llm_serving.errors import AgentLostError, AgentStartError
 from llm_serving.executor import agent_group
 from llm_serving.executor.hccl_cluster import ClusterPlace, GroupPart, HcclCluster, reserve_port
-from support.forked_programs import run_forked
+from support.json_program import run_program
 from support.small_configs import small_config
 from support.time_limits import time_limit
 
@@ -28,7 +28,7 @@ def add_up(places, tmp_path):
     cluster = HcclCluster(places[0], tmp_path / "cluster_0.log")
     try:
         environments = json.dumps([place.environment(member) for member, place in enumerate(places)])
-        workers = run_forked(WORKER, environments, folder=tmp_path, timeout=200, GLOG_v="3")
+        workers = run_program(WORKER, environments, folder=tmp_path, timeout=200, GLOG_v="3")
         assert workers.returncode == 0, workers.stderr
         return sorted(line.split() for line in workers.stdout.splitlines() if line.startswith("RESULT"))
     finally:
