@@ -45,7 +45,7 @@ def test_slo_keeps_its_goodput_when_objectives_limit_the_rows() -> None:
     ]
     setup = make_setup("llama_160m_cpu.yaml", settings, "cpu")
     load = LoadOptions(
-        NOWHERE, duration=SECONDS, token_ids=True, vocab_size=32_000, prompt_len=(32, 64), output_len=(64, 192),
+        NOWHERE, duration=2 * SECONDS, token_ids=True, vocab_size=32_000, prompt_len=(32, 64), output_len=(64, 192),
         ignore_eos=True, slo_ttft_ms=1000.0, slo_tpot_ms=50.0,
     )  # fmt: skip
     runs = []

@@ -53,7 +53,7 @@ def test_texts_do_not_depend_on_roles(first: int, count: int) -> None:
 
 @pytest.mark.parametrize(
     ("one_sided", "first", "count"),
-    with_sweeps([(False, 0, 12), (True, 0, 12), (False, 12, 200), (True, 12, 200)], lambda _, first, count: first > 0),
+    with_sweeps([(False, 0, 24), (True, 0, 24), (False, 24, 200), (True, 24, 200)], lambda _, first, count: first > 0),
 )
 def test_texts_do_not_depend_on_disturbed_transfers(one_sided: bool, first: int, count: int) -> None:
     """The replicas have pools of their own, and send blocks through sockets that lose bytes or flip bits.
