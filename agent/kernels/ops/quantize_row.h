@@ -115,6 +115,44 @@ static void quantize_bfloats(const bfloat_t* x, const QuantizedRows& rows, int64
   }
   std::memset(values + k, 0, static_cast<size_t>(rows.stride - k));
 }
+
+// Quantises a row of float32. Gives the same bits as quantize_row_typed(), but its loop has no divisions and finds the
+// largest magnitude by comparing the bits as integers.
+static void quantize_floats(const float* x, const QuantizedRows& rows, int64_t row, const PackedWeightHeader& header) {
+  constexpr uint32_t kInfinity = 0x7F800000;
+  const int64_t depth = header.depth, group = header.group == 0 ? depth : header.group;
+  int8_t* values = rows.values + row * rows.stride;
+  int32_t* sums = rows.sums + row * rows.groups;
+  const auto numbers = [&](int64_t k) {
+    if (k + kLanes <= depth) return _mm512_loadu_ps(x + k);
+    return _mm512_maskz_loadu_ps(static_cast<__mmask16>(k < depth ? (1u << (depth - k)) - 1 : 0u), x + k);
+  };
+  const auto magnitudes = [&](int64_t k) {
+    return _mm512_and_si512(_mm512_castps_si512(numbers(k)), _mm512_set1_epi32(0x7FFFFFFF));
+  };
+  __m512i most = _mm512_setzero_si512(), second = most;
+  for (int64_t k = 0; k < depth; k += 2 * kLanes) {
+    most = _mm512_max_epu32(most, magnitudes(k));
+    second = _mm512_max_epu32(second, magnitudes(k + kLanes));
+  }
+  const uint32_t bits = _mm512_reduce_max_epu32(_mm512_max_epu32(most, second));
+  const float largest = bits_to_float(bits), inverse = bits >= kInfinity ? 0.0f : quantize_inverse(largest);
+  if (inverse == 0) return quantize_row_typed(x, rows, row, header);
+  rows.scales[row] = largest / 127.0f;
+  const __m512 factor = _mm512_set1_ps(inverse);
+  int64_t k = 0;
+  for (int64_t g = 0; k < depth; ++g) {
+    __m512i total = _mm512_setzero_si512();
+    for (const int64_t end = smaller(k + group, depth); k < end; k += kLanes) {
+      __builtin_prefetch(x + depth + k);  // prefetches the next row, which is probably quantised next
+      const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(numbers(k), factor));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(values + k), _mm512_cvtepi32_epi8(q));
+      total = _mm512_add_epi32(total, q);
+    }
+    sums[g] = _mm512_reduce_add_epi32(total);
+  }
+  std::memset(values + k, 0, static_cast<size_t>(rows.stride - k));
+}
 #endif
 
 // Quantises a row by the static inputs of a weight.
@@ -154,6 +192,11 @@ static void quantize_row(DType dtype, const void* x, const QuantizedRows& rows, 
     }
     return;
   }
+#ifdef LLMK_VEC_AVX512
+  if (dtype == DType::kFloat32 && header.group % kLanes == 0) {
+    return quantize_floats(static_cast<const float*>(x), rows, row, header);
+  }
+#endif
   if (dtype == DType::kFloat32) quantize_row_typed(static_cast<const float*>(x), rows, row, header);
   if (dtype == DType::kFloat16) quantize_row_typed(static_cast<const half_t*>(x), rows, row, header);
 #ifdef LLMK_VEC_AVX512
