@@ -6,6 +6,7 @@ This build leaves these sets out, because this processor does not support them.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -17,10 +18,11 @@ from tools.kernel_build import COMPILE_FLAGS, INSTRUCTION_SETS, PARTS, SHARED_PA
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = os.environ.get("CXX", "g++")
+ARM_COMPILER = "aarch64-linux-gnu-g++"
 
 
-def check(source: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [COMPILER, *COMPILE_FLAGS, "-Werror", *flags, "-fsyntax-only", str(source)]
+def check(source: Path, *flags: str, compiler: str = COMPILER) -> subprocess.CompletedProcess[str]:
+    command = [compiler, *COMPILE_FLAGS, "-Werror", *flags, "-fsyntax-only", str(source)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=time_limit(60))
 
 
@@ -35,6 +37,15 @@ def test_a_set_that_was_not_compiled_has_no_errors(tmp_path: Path, isa: str) -> 
         if provider(isa, part) == isa:
             process = check(ROOT / "agent/kernels/arch" / f"{isa}.cc", *flags, part_flag(f"part_{part}.h"))
             assert process.returncode == 0, process.stderr[-3000:]
+
+
+@pytest.mark.skipif(shutil.which(ARM_COMPILER) is None, reason="there is no compiler for 64-bit Arm")
+def test_operators_with_code_for_x86_have_no_warnings_on_arm() -> None:
+    sources = [file for file in sorted((ROOT / "agent/kernels/ops").glob("*.cc")) if "__x86_64__" in file.read_text()]
+    assert sources
+    for source in sources:
+        process = check(source, compiler=ARM_COMPILER)
+        assert process.returncode == 0, process.stderr[-3000:]
 
 
 @pytest.mark.parametrize("isa", SHARED_PARTS)

@@ -147,7 +147,8 @@ static void finish(const Sum& sum, uint64_t* checksum) {
 // If kStreams, the stores bypass the caches. That is faster for blocks that this process does not read again, because a
 // usual store first reads the old bytes from memory.
 template <bool kStreams>
-static void copy_part(char* to, const char* from, const char* summed, const char* next, int64_t bytes, Sum& sum) {
+static void copy_part(char* to, const char* from, const char* summed, [[maybe_unused]] const char* next, int64_t bytes,
+                      Sum& sum) {
   int64_t done = 0;
 #if defined(__x86_64__)
   if (has_avx2()) {
