@@ -22,7 +22,7 @@ PROGRAMS = [path for path in (REPOSITORY / "tests" / "long").glob("*.py") if "__
 ORPHAN = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print(os.getpid(), flush=True)
+os.write(1, b"%d\\n" % os.getpid())  # one write, as another process writes to the same pipe
 time.sleep(600)
 """
 CHILD = f"""
@@ -30,7 +30,7 @@ import subprocess, sys
 subprocess.Popen([sys.executable, "-c", {ORPHAN!r}], start_new_session=True)
 """
 PROGRAM = f"""
-import multiprocessing, subprocess, sys, time
+import multiprocessing, os, subprocess, sys, time
 from support.long_program import run_program
 
 def main():
@@ -38,7 +38,7 @@ def main():
     forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
     forked.start()
     try:
-        print(forked.pid, flush=True)  # the test sends its signal after this line
+        os.write(1, b"%d\\n" % forked.pid)  # the test sends its signal after this line
         time.sleep(600)
     finally:
         print("ended in order", flush=True)
