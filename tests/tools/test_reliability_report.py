@@ -51,7 +51,7 @@ def test_every_figure_of_tests_is_recorded_by_one_of_them():
 
 
 def test_every_check_has_a_figure_of_its_own():
-    """A number of failed tests would not show what was measured."""
+    """Each check reports a figure of its own, because a number of failed tests says less."""
     assert [check.id for check in CHECKS if check.unit == Check("", "", check.how).unit] == []
 
 

@@ -114,8 +114,8 @@ struct GroupedWords : GroupedForm<ByteStep> {
     }
   }
 
-  // Returns the number at `p` in each lane. It is an asm statement, because GCC 12 would load all numbers of a tile
-  // before the loop over the vectors, and would keep them in memory.
+  // Returns the number at `p` in each lane. The function uses an asm statement. Without it, GCC 12 loads all
+  // numbers of a tile before the loop over the vectors, and keeps them in memory.
   LLMK_INLINE Ints load_everywhere(const int32_t* p) {
     __m256i all;
     asm volatile("vpbroadcastd %[p], %[all]" : [all] "=x"(all) : [p] "m"(*p));

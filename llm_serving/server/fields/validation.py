@@ -107,7 +107,9 @@ def request_error(error: ValidationError, model: type[BaseModel] | None = None) 
 
 
 def _message(kind: str, message: str, value: object) -> str:
-    """Returns what is wrong with ``value``, in the words of JSON. ``kind`` and ``message`` are those of pydantic."""
+    """Returns what is wrong with ``value``. Types have their JSON names, such as "object". ``kind`` and ``message`` are
+    those of pydantic.
+    """
     if kind in ("model_type", "dict_type"):
         return message if message.startswith("should") else "should be an object"
     if kind == "int_type" and isinstance(value, float) and not -(2**63) <= value < 2**64:  # orjson returns a float
