@@ -228,6 +228,18 @@ def test_threads_change_no_bit(fmt: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("fmt", "dtype"), FORMATS)
+@pytest.mark.parametrize("rows", [5, 12, 33, 64])
+def test_threads_that_share_panels_change_no_bit(fmt: str, dtype: str, rows: int) -> None:
+    x, _, blob = operands(fmt, dtype, (rows, 7 * 64, 512, 32, False, False))  # 7 panels
+
+    def run() -> list[Array]:
+        out = np.full((rows, 7 * 64), np.nan, np.float32)
+        return [linear(x, blob, dtype, out=out, epilogue="store_float")]
+
+    check_threads_change_no_bit(run, (1, 2, 3, 4, 5, 11))
+
+
+@pytest.mark.parametrize(("fmt", "dtype"), FORMATS)
 @pytest.mark.parametrize("depth", [40, 37])
 def test_strided_rows_in_and_out(fmt: str, dtype: str, depth: int) -> None:
     x, _, blob = operands(fmt, dtype, (6, 70, depth, 0, False, False))

@@ -252,9 +252,11 @@ struct Scratch {
 
 void run_parallel(int64_t count, TaskFunction function, void* context) { pool().run(count, function, context); }
 
+int64_t threads_of_loop() { return inside_task || runs_alone() ? 1 : num_threads(); }
+
 void run_stretches(int64_t count, TaskFunction function, void* context) {
-  if (inside_task || runs_alone()) return run_parallel(count, function, context);  // this thread makes all calls
-  const int64_t threads = count < num_threads() ? count : num_threads();
+  const int64_t most = threads_of_loop(), threads = count < most ? count : most;
+  if (threads <= 1) return run_parallel(count, function, context);
   Stretch stretches[kMaxThreads];
   for (int64_t i = 0; i < threads; ++i) stretches[i].set(count * i / threads, count * (i + 1) / threads);
   parallel_for(threads, [&](int64_t own) {

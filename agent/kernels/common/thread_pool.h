@@ -18,6 +18,9 @@ void run_parallel(int64_t count, TaskFunction function, void* context);
 // of the other threads' ranges.
 void run_stretches(int64_t count, TaskFunction function, void* context);
 
+// Returns the number of threads among which run_stretches() divides a range: 1 if this thread would make all calls.
+int64_t threads_of_loop();
+
 // Sets the number of threads, including the calling thread. 0 means one thread for every processor that the process may
 // use.
 void set_num_threads(int num_threads);

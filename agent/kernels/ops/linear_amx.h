@@ -485,10 +485,12 @@ static void run_tiles(const LinearJob& job) {
   const int64_t block_rows = larger(kLeastBlockRows, smaller(kMostBlockRows, kBlockBytes / row_bytes));
   const int64_t blocks = ceil_div(rows, block_rows);
   const auto task = Form::choose_task(job);
-  spread(job, job.shape.panels * blocks, [&](int64_t i) {
-    const int64_t panel = i % job.shape.panels, block = i / job.shape.panels;
-    task(job, panel, rows * block / blocks, rows * (block + 1) / blocks);
-  });
+  const auto rows_of = [&](int64_t i) {
+    const int64_t block = i / job.shape.panels;
+    return PanelRows{i % job.shape.panels, rows * block / blocks, rows * (block + 1) / blocks};
+  };
+  spread(job, job.shape.panels * blocks, kAmxRows, rows_of,
+         [&](int64_t panel, int64_t row, int64_t row_end) { task(job, panel, row, row_end); });
 }
 
 }  // namespace llmk::LLMK_ARCH

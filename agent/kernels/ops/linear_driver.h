@@ -1,5 +1,5 @@
-// Divides the work of a linear layer (linear.h) among threads. Within a task, divides it into pieces of the depth and
-// tiles of rows.
+// Divides the work of a linear layer (linear.h) into tasks, pieces of the depth, and tiles of rows. linear_threads.h
+// divides the tasks among threads.
 //
 // A task multiplies one panel by one block of rows. It processes the depth in pieces. The weights of a piece stay in
 // the L2 cache while all tiles of rows use them. Between pieces the sums are kept in memory without rounding, so the
@@ -12,6 +12,7 @@
 #include "linear.h"
 #include "linear_epilogue.h"
 #include "linear_heights.h"
+#include "linear_threads.h"
 #include "linear_tiles.h"
 #include "quantize_row.h"
 
@@ -312,27 +313,16 @@ static void panel_task(const LinearJob& job, int64_t panel, int64_t row, int64_t
   }
 }
 
-// Calls run(i) for every task. Each thread gets consecutive tasks, in the order of the weights in memory.
-template <class Run>
-static inline void spread(const LinearJob& job, int64_t tasks, const Run& run) {
-  const bool small = job.shape.panels * job.shape.panel_bytes < (256 << 10) &&
-                     job.args.rows * job.header.columns * job.header.depth < (1 << 20);
-  if (small) {  // waking a second thread would take longer than the work
-    for (int64_t i = 0; i < tasks; ++i) run(i);
-  } else {
-    parallel_stretches(tasks, run);
-  }
-}
-
-// Calls task(panel, row, row_end) for each panel and each block of at most kBlockRows rows.
+// Calls task(panel, row, row_end) for each panel and each block of at most kBlockRows rows. If threads share a panel,
+// they divide such a block at tiles of at most `tile_rows` rows.
 template <class Task>
-static inline void for_panels(const LinearJob& job, const Task& task) {
-  const int64_t row_blocks = ceil_div(job.args.rows, kBlockRows);
-  spread(job, job.shape.panels * row_blocks, [&](int64_t i) {
-    const int64_t panel = i / row_blocks, block = i % row_blocks;
-    const int64_t row = job.args.rows * block / row_blocks, row_end = job.args.rows * (block + 1) / row_blocks;
-    task(panel, row, row_end);
-  });
+static inline void for_panels(const LinearJob& job, int64_t tile_rows, const Task& task) {
+  const int64_t rows = job.args.rows, blocks = ceil_div(rows, kBlockRows);
+  const auto rows_of = [&](int64_t i) {
+    const int64_t block = i % blocks;
+    return PanelRows{i / blocks, rows * block / blocks, rows * (block + 1) / blocks};
+  };
+  spread(job, job.shape.panels * blocks, tile_rows, rows_of, task);
 }
 
 // Prefetches all parts of adapters for a panel. Tasks that do not prefetch these parts between their steps call this
@@ -343,7 +333,8 @@ static inline void fetch_adapters(const LinearJob& job, int64_t panel, int64_t r
 
 template <class Form>
 static void run_panels(const LinearJob& job) {
-  for_panels(job, [&](int64_t panel, int64_t row, int64_t row_end) { panel_task<Form>(job, panel, row, row_end); });
+  const auto task = [&](int64_t panel, int64_t row, int64_t row_end) { panel_task<Form>(job, panel, row, row_end); };
+  for_panels(job, Form::kTallRows, task);
 }
 
 }  // namespace llmk::LLMK_ARCH

@@ -251,7 +251,8 @@ namespace llmk::LLMK_ARCH {
 
 template <class Form>
 static void run_form(const LinearJob& job) {
-  for_panels(job, [&](int64_t panel, int64_t row, int64_t row_end) {
+  constexpr int64_t kRows = 32;  // two threads unpack the weights of a panel that they share, which takes time
+  for_panels(job, kRows, [&](int64_t panel, int64_t row, int64_t row_end) {
     fetch_adapters(job, panel, row, row_end);
     Form::task(job, panel, row, row_end);
   });

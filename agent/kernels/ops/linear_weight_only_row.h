@@ -43,7 +43,7 @@ class SingleRow {
     const bfloat_t* from = static_cast<const bfloat_t*>(job.x);
     float* x = static_cast<float*>(thread_scratch(kScratchLinearRows, depth * 4));
     for (int64_t k = 0; k < depth; k += kLanes) store(x + k, load(from + k));
-    for_panels(job, [&](int64_t panel, int64_t row, int64_t row_end) {
+    for_panels(job, 1, [&](int64_t panel, int64_t row, int64_t row_end) {
       fetch_adapters(job, panel, row, row_end);
       task(job, panel, x);
     });
