@@ -372,7 +372,8 @@ def _library_grammar(grammar: Grammar) -> str:
 
 def _remedy(grammar: Grammar) -> str:
     """Returns the advice at the end of an error about a grammar."""
-    if grammar.kind == LARK and re.search(r"^\s*[\w-]+\s*::=", grammar.text, re.MULTILINE):
+    # No part of the pattern matches a line break. Otherwise, a search over many empty lines would take their square.
+    if grammar.kind == LARK and re.search(r"^[ \t]*[\w-]+[ \t]*::=", grammar.text, re.MULTILINE):
         return "'::=' belongs to GBNF; this server reads Lark, in which a rule is 'start: \"yes\" | \"no\"'."
     return "Change or remove this part."
 

@@ -174,14 +174,16 @@ def test_a_token_that_does_not_fit_is_an_error_and_every_token_may_follow(compil
         (Grammar(REGEX, "a("), "unclosed group"),
         (Grammar(LARK, "start: foo"), 'unknown name: "foo"'),
         (Grammar(LARK, 'root ::= "a"'), "'::=' belongs to GBNF; this server reads Lark"),
+        (Grammar(LARK, 'a: "b"\n  root\t::= a'), "'::=' belongs to GBNF; this server reads Lark"),
         (Grammar(LARK, 'start: "::=" foo'), 'unknown name: "foo".* Change or remove this part.'),
+        (Grammar(LARK, "\n" * 65_000 + "start: foo"), 'unknown name: "foo".* Change or remove this part.'),
         (Grammar(REGEX, "é" * 40_000), "has 80000 bytes; the maximum is 65536"),
         (Grammar(LARK, f"start: {' | '.join(f'a{i}' for i in range(6000))}\n"), "unknown name"),
     ],
     ids=[
         *("keyword", "one of", "reference", "format", "not JSON"),
         *("impossible", "large number", "large digits", "large number in lark"),
-        *("regex", "lark", "gbnf", "quoted", "too long", "many names"),
+        *("regex", "lark", "gbnf", "gbnf rule", "quoted", "empty lines", "too long", "many names"),
     ],
 )
 def test_bad_grammars_are_refused_with_the_reason(compiler: Compiler, grammar: Grammar, reason: str) -> None:
