@@ -9,10 +9,13 @@ import socket
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from starlette.datastructures import Headers
 
 from llm_serving.server.errors import ForbiddenError
+from llm_serving.server.fields.validation import request_error
 from llm_serving.server.http.guard import check_origin
+from llm_serving.server.openai.chat import ChatRequest
 from llm_serving.server.state import ServerSettings
 from support.http_server import MAX_BODY_BYTES, http_request, read_response
 from support.small_configs import small_config
@@ -193,6 +196,14 @@ def test_a_bad_request(server, request_, param, phrase, record_property):
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert phrase in error["message"]
     assert server.engine.submitted == []
+
+
+def test_a_very_long_field_is_not_compared_with_known_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison takes time and memory for each of the field's characters, of which a body can have millions."""
+    monkeypatch.setattr("difflib.get_close_matches", lambda word, *_, **__: pytest.fail(f"{len(word)} characters"))
+    with pytest.raises(ValidationError) as wrong:
+        ChatRequest.model_validate({"messages": USER, "x" * 5000: 1})
+    assert str(request_error(wrong.value, ChatRequest)).startswith("Unrecognized request argument supplied: xxxx")
 
 
 # each case: path, body, expected param, phrase of the expected message

@@ -124,6 +124,8 @@ def _similar_field(name: str, model: type[BaseModel]) -> str:
     """Returns the end of an error message about an unknown field: the field that is probably meant, or ""."""
     if issubclass(model, RequestModel) and name in model.renamed:
         return f"; use '{model.renamed[name]}'"
+    if len(name) > SHORT_CHARS:  # longer than any field; a comparison takes time and memory for each character
+        return ""
     known = [field.alias or key for key, field in model.model_fields.items()]
     matches = difflib.get_close_matches(name, known, n=1, cutoff=SIMILARITY)
     return f"; did you mean '{matches[0]}'?" if matches else ""
