@@ -63,8 +63,9 @@ _ORIGIN = ("replica", "model")
 """Fields by which an error and the event that reports its end belong together."""
 
 
-def _origin(fields: Mapping[str, object]) -> tuple[object, ...]:
-    return tuple(fields.get(key) for key in _ORIGIN)
+def _origin(fields: Mapping[str, object]) -> tuple[str, ...]:
+    """Returns the values of ``_ORIGIN`` as text, because values of any type are allowed, also those without a hash."""
+    return tuple(str(fields.get(key)) for key in _ORIGIN)
 
 
 class EventLog:
@@ -97,7 +98,7 @@ class EventLog:
         # A signal handler may log while it interrupts a thread that holds this lock. So the lock must be re-entrant.
         self._limits_lock = threading.RLock()
         self._has_suppressed = False
-        self._unended: set[tuple[object, ...]] = set()
+        self._unended: set[tuple[str, ...]] = set()
         """The errors on standard error whose end another event reports: names, with their replicas and models."""
         losses = LossReports(self._loss_notice, report_on_stderr)
         self._file = None if self.path is None else _open(self.path, losses, rotation)
@@ -172,11 +173,14 @@ class EventLog:
 
     def _report_end(self, name: str, fields: Mapping[str, object]) -> None:
         """Shows the event ``name`` on standard error if it reports the end of an error that was shown there."""
-        ended = (EVENTS[name].ends if name in EVENTS else "", *_origin(fields))
+        event = EVENTS.get(name)
+        if event is None or not event.ends:
+            return
+        ended = (event.ends, *_origin(fields))
         if ended in self._unended:
             self._unended.discard(ended)
             origin = {key: fields[key] for key in _ORIGIN if key in fields}
-            record = {"time": self._clock(), "level": "info", "event": name, "message": EVENTS[name].meaning, **origin}
+            record = {"time": self._clock(), "level": "info", "event": name, "message": event.meaning, **origin}
             report_on_stderr(readable(record))
 
     def _loss_notice(self, lines: int) -> bytes:

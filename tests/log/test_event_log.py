@@ -254,6 +254,15 @@ def test_standard_error_shows_the_end_of_an_error_once(level: str, capsys: pytes
     assert line.endswith(" INFO agent_ready: An agent has loaded, compiled and warmed up. (replica=1)")
 
 
+def test_after_an_error_events_may_have_values_without_a_hash(capsys: pytest.CaptureFixture[str]) -> None:
+    with EventLog(None) as log:
+        log.error("it died", event="agent_lost", replica=[0], model={"a": 1})
+        log.event("model_loaded", model={"a": 1})
+        assert len(capsys.readouterr().err.splitlines()) == 1
+        log.event("agent_ready", replica=[0], model={"a": 1})
+    assert "agent_ready" in capsys.readouterr().err
+
+
 def test_without_a_path_only_standard_error_is_used(capsys: pytest.CaptureFixture[str]) -> None:
     with EventLog(None) as log:
         log.event("e")
