@@ -156,7 +156,7 @@ class ModelStart:
         assert self._program is not None
         try:
             self.is_stored = self._program.is_proved(model, runs)
-        except AgentError as problem:
+        except (AgentError, RuntimeError) as problem:  # a graph raises RuntimeError if an operator refuses its inputs
             self._program.drop(str(problem))
             self.is_stored = False
         return self.is_stored

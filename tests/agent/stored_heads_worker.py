@@ -95,6 +95,8 @@ def plant(folder: Path, fault: str) -> None:
     elif fault == "other inputs of a graph":
         renamed = {"step/positions": "step/sampled_tokens"}
         rewrite(own, head, graphs=(first, with_memory(second, renamed)))
+    elif fault == "missing launch":
+        rewrite(own, head, graphs=(first, second[:-1]))
     elif fault == "unknown memory":
         rewrite(own, head, graphs=(first, with_memory(second, {"step/own_states": "nothing"})))
     else:
@@ -115,7 +117,10 @@ def with_memory(launches: tuple[StoredLaunch, ...], names: dict[str, str]) -> tu
     return tuple(changed)
 
 
-FAULTS = ("damaged program", "damaged weights", "other inputs of a graph", "unknown memory", "other hidden states")
+FAULTS = (
+    *("damaged program", "damaged weights", "other inputs of a graph", "missing launch", "unknown memory"),
+    "other hidden states",
+)
 
 
 def run_planted(folder: Path) -> dict[str, Any]:

@@ -30,6 +30,7 @@ REFUSED = {
     "damaged program": (STORED, COMPILED, "the stored program in"),
     "damaged weights": (STORED, COMPILED, "the converted weights in"),
     "other inputs of a graph": (STORED, COMPILED, OTHER_BITS),
+    "missing launch": (STORED, COMPILED, "the head's output is of step"),
     "unknown memory": (STORED, COMPILED, "its launches cannot be made again ('nothing')"),
     "other hidden states": (COMPILED, STORED, OTHER_BITS),
 }
