@@ -19,6 +19,11 @@ _MAX_STEP_NUMBER = 2**31 - 1
 """Largest number that a step can have. The step after it has the number 1."""
 
 
+def next_number(number: int) -> int:
+    """Returns the number of the step after the step ``number``. 0 stands for no step."""
+    return number % _MAX_STEP_NUMBER + 1
+
+
 class FusedStepGraph(StepGraph):
     """Runs steps of the fused operators. The step reader fills and checks buffers. The graph reads these buffers
     directly, so ``run`` copies no inputs.
@@ -68,6 +73,6 @@ class FusedStepGraph(StepGraph):
             self._states.assign(inputs)
         if self._copies_entry:
             self._entry[: len(entry)] = entry
-        self._number = self._number % _MAX_STEP_NUMBER + 1
+        self._number = next_number(self._number)
         self._counts[3] = self._number
         self._compute(results, len(entry))

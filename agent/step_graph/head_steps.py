@@ -9,13 +9,12 @@ from abc import ABC, abstractmethod
 
 from agent.backends.cpu.ops import FusedCpuOps
 from agent.kernels import StepBuffers
+from agent.step_graph.fused_steps import next_number
 from agent.step_inputs import Int32Array, StepInputs
 from agent.weights.storage import Array, allocate
 from llm_serving.config import Config
 from llm_serving.config.draft_model import EAGLE, Head
 
-_MAX_STEP_NUMBER = 2**31 - 1
-"""Largest number that a step can have. The step after it has the number 1."""
 _NAMES = {False: "step/states", True: "step/own_states"}
 """The names of the arrays of hidden states in a stored program. The keys are the argument ``own`` of a step."""
 
@@ -83,7 +82,7 @@ class FusedHeadGraph(HeadGraph):
         tokens, seqs = len(states), inputs.query_lens.size
         own = own and True in self._states
         self._states[own][:tokens] = states
-        self._number = self._number % _MAX_STEP_NUMBER + 1
+        self._number = next_number(self._number)
         self._buffers.counts[3] = self._number
         results = (self._logits[:seqs], self._best_ids[:seqs], self._own[:tokens])
         self._compute(results, tokens, own=own)
