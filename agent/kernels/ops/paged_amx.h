@@ -12,6 +12,7 @@
 
 #ifdef LLMK_AMX
 #include "amx_tiles.h"
+#include "paged_products.h"
 
 namespace llmk::LLMK_ARCH::paged {
 

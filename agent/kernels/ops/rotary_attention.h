@@ -29,8 +29,8 @@
 // [num_blocks][block_size][kv_heads][dim]. Without block_tables, keys and values are matrix rows [kv_heads][dim], and
 // the rows of sequence s begin at key_starts[s].
 //
-// rotary_attention_checks.cc has the checks, paged_attention.h the division into tasks, paged_rows.h the arithmetic and
-// its order.
+// rotary_attention_checks.cc has the checks, paged_plan.h the division into tasks, and paged_rows.h the order of the
+// arithmetic.
 #pragma once
 #include "../common/thread_pool.h"
 #include "../common/types.h"
