@@ -131,7 +131,6 @@ def plan_answer(state: ServerState, body: ToolRequest, prompt: Prompt) -> Answer
     used = formats.tools if tools else channels
     if used is None and formats.reasoning is None:
         return None
-    text = (prompt.text or "").rstrip()
     markers = used.markers if used is not None else ()
     if formats.reasoning is not None:
         markers += (formats.reasoning.open, formats.reasoning.close)
@@ -141,8 +140,22 @@ def plan_answer(state: ServerState, body: ToolRequest, prompt: Prompt) -> Answer
         formats.tools if tools else None,
         formats.reasoning,
         CallOptions({one.function.name: parameter_types(one.function.parameters) for one in tools}, bool(tools)),
-        formats.reasoning is not None and text.endswith(formats.reasoning.open),
-        formats.reasoning is not None and not channels and text.endswith(formats.reasoning.close),
+        *_thinking_state(formats.reasoning, prompt),
         1 if body.parallel_tool_calls is False else None,
         frozenset(one for one in ids if one is not None and one in tokenizer.special_token_ids),
     )
+
+
+def _thinking_state(reasoning: ReasoningFormat | None, prompt: Prompt) -> tuple[bool, bool]:
+    """Returns whether the prompt ends inside the reasoning, and whether it ends after the reasoning.
+
+    A message that the output continues contains its reasoning. So its last marker counts, wherever it is, and a message
+    without markers has no reasoning.
+    """
+    if reasoning is None:
+        return False, False
+    if prompt.continued is not None:
+        is_thinking = prompt.continued.rfind(reasoning.open) > prompt.continued.rfind(reasoning.close)
+        return is_thinking, not is_thinking
+    text = (prompt.text or "").rstrip()
+    return text.endswith(reasoning.open), not reasoning.is_in_channels and text.endswith(reasoning.close)

@@ -16,6 +16,7 @@ from llm_serving.errors import ContextLengthError, RequestError
 from llm_serving.images.prompt import PromptImages
 from llm_serving.parsing.described import describe_tools
 from llm_serving.parsing.formats import DEFAULT_TOOL_FORMAT, OutputFormat
+from llm_serving.server.fields.prompt_end import cut_at_mark, with_mark
 from llm_serving.server.fields.shared import Message
 from llm_serving.server.fields.tools import with_text_arguments
 from llm_serving.server.fields.validation import short
@@ -39,6 +40,8 @@ class Prompt:
     text: str | None = None
     images: PromptImages | None = None
     """The images of the prompt. None if the prompt has no images."""
+    continued: str | None = None
+    """The text of the last message, if the output continues this message (``continue_final_message``)."""
 
     def work(self) -> int:
         """Returns the work of the prefill in tokens: the number of tokens plus the cost of encoding each image tile."""
@@ -147,6 +150,7 @@ async def encode_chat(
     messages: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool = True,
+    continues: bool = False,
     add_special_tokens: bool = False,
     tools: Sequence[Mapping[str, Any]] = (),
     template_values: Mapping[str, Any] | None = None,
@@ -155,12 +159,14 @@ async def encode_chat(
 ) -> Prompt:
     """Returns the prompt of a conversation: the text of the chat template, followed by ``suffix``.
 
+    With ``continues``, the prompt ends after the text of the last message, see ``PromptEndFields``.
     If the template does not render ``tools``, the system message describes the tools. ``template_values`` are
     further variables for the template. ``images`` are the images of the messages. Long conversations and slow templates
     are rendered in another thread. Raises RequestError if there is no chat template, if the template fails on the
     messages, or if the prompt cannot fit the context.
     """
     is_short = _is_short(messages, tools)
+    messages = with_mark(messages) if continues else messages
     template = state.engine.tokenizer.chat_template
     has_tools = bool(tools) or any(map(_has_calls, messages))
     if has_tools:
@@ -184,7 +190,7 @@ async def encode_chat(
             state.renders_inline = False
     if text is None:
         text = await asyncio.get_running_loop().run_in_executor(None, render)
-    text += suffix
+    text = (cut_at_mark(text) if continues else text) + suffix
     if images is not None:
         text = images.in_text(text)
     ids = await _encode(state, text, "messages", add_special_tokens, inline=True)

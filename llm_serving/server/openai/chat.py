@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from llm_serving.errors import RequestError
 from llm_serving.request import FinishReason, RequestOutput
+from llm_serving.server.fields.prompt_end import NO_TEMPLATE, PromptEndFields
 from llm_serving.server.fields.shared import IGNORED, MaxTokens, Messages, SamplingFields, TemplateValues
 from llm_serving.server.fields.tools import ToolFields
 from llm_serving.server.generation.answer_grammar import answer_constraint
@@ -57,7 +58,7 @@ from llm_serving.server.openai.stream import (
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
 
 
-class ChatRequest(ToolFields, SamplingFields):
+class ChatRequest(PromptEndFields, ToolFields, SamplingFields):
     """Request body of ``/v1/chat/completions``: a conversation that the assistant continues."""
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
@@ -69,8 +70,13 @@ class ChatRequest(ToolFields, SamplingFields):
         "verbosity": (None,),
         "web_search_options": (None,),
         "moderation": (None,),
+        "chat_template": (None,),
     }
-    remedies: ClassVar[Mapping[str, str]] = {"functions": "use 'tools'", "function_call": "use 'tool_choice'"}
+    remedies: ClassVar[Mapping[str, str]] = {
+        "functions": "use 'tools'",
+        "function_call": "use 'tool_choice'",
+        "chat_template": NO_TEMPLATE,
+    }
     ignored = IGNORED
     fits_output: ClassVar[bool] = False
     """True if ``max_tokens`` may be larger than the rest of the context. The answer then ends when the context is full.
@@ -200,13 +206,19 @@ async def _choices(
 
 
 async def _prompt(state: ServerState, body: ChatRequest) -> Prompt:
+    body.check_prompt_end(body.messages, state.output_format)
     if any(message.parts for message in body.messages):
         _check_image_fields(body)
     images = await read_images(state, body.messages)
     messages = await template_messages(body.messages)
     tools = [tool.for_template() for tool in offered_tools(body)]
     values = template_values(state, body)
-    return await encode_chat(state, messages, tools=tools, template_values=values, images=images)
+    continues = bool(body.continue_final_message)
+    prompt = await encode_chat(
+        state, messages, add_generation_prompt=body.opens_message, continues=continues, tools=tools,
+        template_values=values, images=images,
+    )  # fmt: skip
+    return replace(prompt, continued=body.messages[-1].content) if continues else prompt
 
 
 def _check_image_fields(body: ChatRequest) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 from starlette.requests import Request
@@ -14,6 +14,7 @@ from starlette.responses import Response
 from llm_serving.access.control import Visit
 from llm_serving.errors import RequestError
 from llm_serving.sampling_params import PARAMETERS
+from llm_serving.server.fields.prompt_end import NO_TEMPLATE, PromptEndFields
 from llm_serving.server.fields.shared import Messages, Name, TemplateValues
 from llm_serving.server.fields.tools import Tools
 from llm_serving.server.fields.validation import StrictModel
@@ -44,8 +45,11 @@ _PUBLIC_FACTS = frozenset(
 """
 
 
-class TokenizeRequest(StrictModel):
+class TokenizeRequest(PromptEndFields):
     """Request body of ``/tokenize``: a text or a conversation."""
+
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"chat_template": (None,)}
+    remedies: ClassVar[Mapping[str, str]] = {"chat_template": NO_TEMPLATE}
 
     model: Name = None
     prompt: str | None = None
@@ -55,9 +59,6 @@ class TokenizeRequest(StrictModel):
     add_special_tokens: bool | None = Field(
         default=None,
         description="Add the special tokens at the start of a text (default: true for a prompt, false for messages).",
-    )
-    add_generation_prompt: bool = Field(
-        default=True, description="End the conversation where the assistant's message begins."
     )
 
 
@@ -209,12 +210,14 @@ async def _tokenize(state: ServerState, request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("Give either 'prompt' or 'messages'.", param="prompt", code="invalid_value")
     if body.messages is not None:
+        body.check_prompt_end(body.messages, state.output_format)
         images = await read_images(state, body.messages)
         messages = await template_messages(body.messages)
         prompt = await encode_chat(
             state,
             messages,
-            add_generation_prompt=body.add_generation_prompt,
+            add_generation_prompt=body.opens_message,
+            continues=bool(body.continue_final_message),
             add_special_tokens=body.add_special_tokens is True,
             tools=[tool.for_template() for tool in body.tools or ()],
             template_values=body.chat_template_kwargs,
