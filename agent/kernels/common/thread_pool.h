@@ -94,7 +94,7 @@ enum ScratchSlot : int {
   kScratchLoraRows = 20,     // copied activations, for the products with A (used by each thread)
   kScratchDelta = 21,        // buffers for a value head of gated linear attention (used by each thread)
   kScratchLinearWords = 22,  // int8 activations, widened to 16 bits (used by the calling thread)
-  kScratchWidened = 23,      // int8 weights, widened to 16 bits (used by each thread)
+  kScratchExpanded = 23,     // int8 weights as 16-bit numbers, or int4 weights as bytes (used by each thread)
   kScratchSlots = 24
 };
 

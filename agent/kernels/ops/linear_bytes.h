@@ -5,7 +5,7 @@
 #include "linear_amx.h"
 #endif
 #if defined(LLMK_VEC_AVX2) && !defined(LLMK_VNNI)
-#include "linear_words_avx2.h"
+#include "linear_expanded_avx2.h"
 #endif
 
 namespace llmk::LLMK_ARCH {
@@ -53,6 +53,7 @@ static void run_bytes(LinearJob* job) {
   rows_as_bytes(job);
   grouped ? set_finish<Scaling::kRow>(job) : set_finish<Scaling::kIntegerBoth>(job);
 #if defined(LLMK_VEC_AVX2) && !defined(LLMK_VNNI)
+  if (nibbles && GroupedNibbles::fits(*job)) return run_panels<GroupedNibbles>(*job);
   if (!nibbles) rows_as_words(job);
   if (!nibbles && grouped && GroupedWords::fits(*job)) return run_panels<GroupedWords>(*job);
 #endif

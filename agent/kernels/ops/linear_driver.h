@@ -30,10 +30,10 @@ struct Piece {
   const uint8_t* next;      // weights of the next piece, which is about as large as this piece
   int64_t next_half_bytes;  // `half_bytes` of the next piece
   AdapterFetch* adapters;   // prefetches the parts of adapters for this panel; null: no row has an adapter
-  // Only for GroupedWords (linear_words_avx2.h): memory for the weights of the piece as 16-bit numbers, and the first
-  // row of the tile that writes them. Null: there is only one tile.
-  uint8_t* words;
-  int64_t widening_row;
+  // Only for ExpandedGroups (linear_expanded_avx2.h): memory for the expanded weights of the piece, and the first row
+  // of the tile that writes them. Null: there is only one tile.
+  uint8_t* expanded;
+  int64_t expanding_row;
 };
 
 // If rows have adapters, a tile prefetches kAdapterLines cache lines of adapters for every kAdapterSteps steps, or for

@@ -13,7 +13,7 @@ namespace llmk::LLMK_ARCH {
 // Multiplies the unsigned bytes of `bytes` by the four signed bytes at `four`, and adds the two products of each 16-bit
 // lane to this lane of `total`. Load, products and additions are one asm statement. Otherwise GCC 12 would compute all
 // products of an unrolled loop first, and they would not fit the registers.
-LLMK_INLINE void add_pairs(Ints* total, Ints bytes, const int8_t* four) {
+LLMK_INLINE void add_product(Ints* total, Ints bytes, const int8_t* four) {
   __m256i x, product;
   asm("vpbroadcastd %[four], %[x]\n\t"
       "vpmaddubsw %[x], %[low], %[product]\n\t"
@@ -30,8 +30,14 @@ struct NibbleStep : WideTiles {
   static constexpr bool kOwnLoop = true;
   using X = int8_t;
   using Sum = Ints;
-  static constexpr int kDepth = 8, kVectorBytes = 64, kZero = 8;
+  static constexpr int kDepth = 8, kVectorBytes = 64, kZero = 8, kPartDepth = 4;
   static constexpr int64_t kSteps = 4;
+
+  // Returns the weights of a step for depths 0 to 3, or for depths 4 to 7, as bytes.
+  LLMK_INLINE Ints weight(const uint8_t* p, int part) {
+    const Ints bytes = load_ints(p);
+    return part == 0 ? low_nibbles(bytes) : high_nibbles(bytes);
+  }
 
   // Adds the products of R rows and C vectors to `total`. This is the loop of sum_steps() for 4-bit weights;
   // linear_tiles.h explains the arguments.
@@ -51,9 +57,9 @@ struct NibbleStep : WideTiles {
       for (int i = 0; i < 2 * C; ++i) {
         const int c = i / 2, part = i % 2;
         if (kLines == 4 && part == 0) fetch_ahead(at[c]);
-        const Ints bytes = load_ints(at[c]), nibbles = part == 0 ? low_nibbles(bytes) : high_nibbles(bytes);
+        const Ints nibbles = weight(at[c], part);
         LLMK_UNROLL
-        for (int r = 0; r < R; ++r) add_pairs(&sums[r][c], nibbles, x + r * x_stride + 4 * part);
+        for (int r = 0; r < R; ++r) add_product(&sums[r][c], nibbles, x + r * x_stride + part * kPartDepth);
       }
       LLMK_UNROLL
       for (int c = 0; c < C; ++c) at[c] += 128;
