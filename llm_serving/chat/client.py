@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import sys
+import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +18,20 @@ _MAX_LINE = 16 * 1024 * 1024
 _MAX_ERROR_BODY = 1024 * 1024
 """Maximum bytes that are read from the body of an error response."""
 _DONE = b"[DONE]"
+DEFAULT_WAIT_S = 600.0
+"""Maximum seconds to wait for a server whose model still loads."""
+_POLL_S = 1.0
+"""Seconds between two attempts while the server's model loads."""
+_LOADING_CODES = frozenset({"starting", "recovering"})
+"""Codes of the server's errors with status 503 that end by themselves: the agents load the model, at first or again."""
 
 
 class ChatError(LLMServingError):
     """Raised if no server responds, or if the server refuses a request. The text is shown to the user."""
+
+
+class LoadingError(ChatError):
+    """Raised if the server refuses a request because its model still loads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +47,14 @@ class Piece:
 
 
 class ChatClient:
-    """Sends conversations to one server. ``url`` is the server's address, with or without ``/v1``."""
+    """Sends conversations to one server. ``url`` is the server's address, with or without ``/v1``.
 
-    def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 600.0) -> None:
+    If the server's model still loads, the client waits up to ``wait_s`` seconds and says so on standard error.
+    """
+
+    def __init__(
+        self, url: str, api_key: str | None = None, timeout_s: float = 600.0, *, wait_s: float = DEFAULT_WAIT_S
+    ) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         try:
             self._port = parts.port
@@ -48,7 +65,7 @@ class ChatClient:
         self.url = f"{parts.scheme}://{parts.netloc}"
         self._host, self._is_tls = parts.hostname, parts.scheme == "https"
         self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
-        self._timeout_s = timeout_s
+        self._timeout_s, self._wait_s = timeout_s, wait_s
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
@@ -76,7 +93,7 @@ class ChatClient:
         body["stream_options"] = {"include_usage": True}
         connection = self._connection()
         try:
-            response = self._send(connection, "POST", "/chat/completions", json.dumps(body).encode())
+            response = self._send_when_loaded(connection, "/chat/completions", json.dumps(body).encode())
             for event in _events(response):
                 yield from _pieces(event)
         except (OSError, http.client.HTTPException) as reason:
@@ -88,12 +105,35 @@ class ChatClient:
         kind = http.client.HTTPSConnection if self._is_tls else http.client.HTTPConnection
         return kind(self._host, self._port, timeout=self._timeout_s)
 
+    def _send_when_loaded(
+        self, connection: http.client.HTTPConnection, path: str, body: bytes
+    ) -> http.client.HTTPResponse:
+        """Sends a POST request, again and again while the server's model loads. Returns the response.
+
+        Raises ChatError if the model still loads after the maximum wait, or if the server refuses the request.
+        """
+        end, is_told = time.monotonic() + self._wait_s, False
+        while True:
+            try:
+                return self._send(connection, "POST", path, body)
+            except LoadingError as error:
+                connection.close()
+                remaining = end - time.monotonic()
+                if remaining <= 0:
+                    raise ChatError(f"{error} The chat has waited {self._wait_s:g} s (--wait).") from error
+                if not is_told:
+                    sys.stderr.write(f"the model still loads; waiting up to {self._wait_s:g} s, Ctrl-C stops\n")
+                    sys.stderr.flush()
+                    is_told = True
+                time.sleep(min(_POLL_S, remaining))
+
     def _send(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None = None
     ) -> http.client.HTTPResponse:
         """Sends a request and returns its response.
 
-        Raises ChatError with the server's message unless the status is 200.
+        Raises ChatError with the server's message unless the status is 200. If the model still loads, this error is a
+        LoadingError.
         """
         try:
             connection.request(method, self._path + path, body, self._headers)
@@ -103,7 +143,8 @@ class ChatClient:
             text = "connection refused" if is_refused else str(reason)
             raise ChatError(f"no server responds at {self.url}: {text}") from reason
         if response.status != http.client.OK:
-            raise ChatError(f"{self.url}: {_error_text(response)}")
+            text, is_loading = _error_text(response)
+            raise (LoadingError if is_loading else ChatError)(f"{self.url}: {text}")
         return response
 
     def _json(self, response: http.client.HTTPResponse) -> Any:
@@ -145,9 +186,12 @@ def _pieces(event: Any) -> Iterator[Piece]:
         raise ChatError(f"the server sent an event of an unknown form: {str(event)[:80]}") from reason
 
 
-def _error_text(response: http.client.HTTPResponse) -> str:
+def _error_text(response: http.client.HTTPResponse) -> tuple[str, bool]:
+    """Returns the message of an error response, and whether the reason is that the model still loads."""
     body = response.read(_MAX_ERROR_BODY)
     try:
-        return f"{response.status}: {json.loads(body)['error']['message']}"
-    except (ValueError, KeyError, TypeError):
-        return f"{response.status} {response.reason}"
+        error = json.loads(body)["error"]
+        text, code = f"{response.status}: {error['message']}", error.get("code")
+    except (AttributeError, ValueError, KeyError, TypeError):
+        return f"{response.status} {response.reason}", False
+    return text, response.status == http.client.SERVICE_UNAVAILABLE and code in _LOADING_CODES

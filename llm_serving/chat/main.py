@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import FrameType
 from typing import Any
 
-from llm_serving.chat.client import ChatClient, ChatError
+from llm_serving.chat.client import DEFAULT_WAIT_S, ChatClient, ChatError
 from llm_serving.chat.conversation import Conversation
 from llm_serving.chat.started_server import started_server
 from llm_serving.chat.terminal import Terminal
@@ -88,8 +89,23 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--system", metavar="TEXT", help="the system prompt")
     parser.add_argument("--temperature", type=float, metavar="T", help="0: always the most probable token")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="maximum number of tokens of an answer")
+    parser.add_argument(
+        "--wait",
+        type=_seconds,
+        default=DEFAULT_WAIT_S,
+        metavar="S",
+        help="maximum seconds to wait while the model of the server still loads (default: %(default)g)",
+    )
     add_model_options(parser.add_argument_group("start a server for this chat"), config=None)
     return parser
+
+
+def _seconds(text: str) -> float:
+    """Returns a number of seconds of the command line. Raises ArgumentTypeError if it is negative or not finite."""
+    with suppress(ValueError):
+        if 0 <= (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"invalid number of seconds: '{text}'")
 
 
 def _server_options(arguments: argparse.Namespace) -> list[str]:
@@ -110,7 +126,7 @@ def _address(arguments: argparse.Namespace) -> str:
 
 
 def _chat(arguments: argparse.Namespace, url: str) -> None:
-    client = ChatClient(url, arguments.api_key)
+    client = ChatClient(url, arguments.api_key, wait_s=arguments.wait)
     models = client.models()
     model = arguments.name or (models[0] if models else "")
     if model not in models:

@@ -148,6 +148,42 @@ def test_without_a_server_the_chat_says_what_to_do(monkeypatch: pytest.MonkeyPat
     assert done.stderr.endswith("error: the server did not start; its message is above\n")
 
 
+@pytest.mark.parametrize("code", ["starting", "recovering"])
+def test_a_chat_waits_while_the_model_loads(code: str) -> None:
+    loading = Reply(kind="status", status=503, code=code)
+    with fake_openai_server(lambda index, _: loading if index == 0 else Reply(tokens=2)) as fake:
+        done = one_shot(f"http://127.0.0.1:{fake.port}", "one\n", "--wait", "60")
+    assert (done.returncode, done.stderr) == (0, "the model still loads; waiting up to 60 s, Ctrl-C stops\n")
+    assert done.stdout.startswith(" token0 token1\n[2 tokens")
+    assert [request["messages"] for request in fake.requests] == [[{"role": "user", "content": "one"}]] * 2
+
+
+def test_the_wait_for_a_model_has_a_limit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("llm_serving.chat.client._POLL_S", 0.001)
+    messages = [{"role": "user", "content": "one"}]
+    with fake_openai_server(lambda index, _: Reply(kind="status", status=503, code="starting")) as fake:
+        client = ChatClient(f"http://127.0.0.1:{fake.port}", wait_s=0.1)
+        with pytest.raises(ChatError, match=r"come back later The chat has waited 0\.1 s"):
+            list(client.stream("fake-model", messages, {}))
+        assert len(fake.requests) > 1
+        assert capsys.readouterr().err.count("still loads") == 1
+
+
+@pytest.mark.parametrize("reply", [(503, "overloaded"), (503, None), (429, "starting")])
+def test_a_chat_does_not_wait_for_other_errors(reply: tuple[int, str | None]) -> None:
+    with fake_openai_server(lambda index, _: Reply(kind="status", status=reply[0], code=reply[1])) as fake:
+        with pytest.raises(ChatError, match=rf"{reply[0]}: come back later$"):
+            list(ChatClient(f"http://127.0.0.1:{fake.port}").stream("fake-model", [], {}))
+        assert len(fake.requests) == 1
+
+
+@pytest.mark.parametrize("seconds", ["-1", "inf", "nan", "x"])
+def test_a_wrong_wait_is_refused(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([f"--wait={seconds}"])
+    assert f"argument --wait: invalid number of seconds: '{seconds}'" in capsys.readouterr().err
+
+
 def test_host_and_port_stand_for_a_url() -> None:
     with fake_openai_server(lambda index, body: Reply(tokens=2)) as fake:
         done = chat("--port", str(fake.port), text="one\n")

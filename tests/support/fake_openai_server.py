@@ -34,6 +34,7 @@ class Reply:
     first_s: float = 0.0
     gap_s: float = 0.0
     status: int = 429
+    code: str | None = None
     usage: bool = True
     finish_reason: str = "length"
     token_ids: bool = False
@@ -131,7 +132,7 @@ async def _exchange(
     state.headers.append(headers)
     reply = script(index, request)
     if reply.kind == "status":
-        await _plain(writer, reply.status, {"error": {"message": "come back later"}})
+        await _plain(writer, reply.status, {"error": {"message": "come back later", "code": reply.code}})
         return True
     if reply.kind == "hang":
         await reader.read()  # waits until the client closes the connection
