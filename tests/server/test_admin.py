@@ -25,6 +25,7 @@ from llm_serving.server.generation.sampling import choice_seed
 from llm_serving.server.state import ServerSettings
 from llm_serving.telemetry.metrics import Metrics
 from llm_serving.telemetry.receipt import BlockReason
+from llm_serving.version import __version__
 from support.fake_engine import MODEL_NAME, FakeEngine, Submitted, make_status
 from support.http_server import running
 from support.small_configs import small_config
@@ -40,6 +41,12 @@ def test_live_responds_while_the_engine_runs(server, engine):
     assert (response.status_code, response.json()) == (503, {"status": "stopped"})
 
 
+def test_the_version_is_that_of_the_program(server):
+    response = server.http.get("/version")
+    assert (response.status_code, response.json()) == (200, {"version": __version__})
+
+
+@pytest.mark.parametrize("path", ["/health/ready", "/health", "/ping"])
 @pytest.mark.parametrize(
     ("state", "age", "probe", "status", "name", "probes"),
     [
@@ -52,9 +59,9 @@ def test_live_responds_while_the_engine_runs(server, engine):
         ("stopped", 0.1, True, 503, "stopped", 0),
     ],
 )
-def test_ready_reports_whether_requests_are_served(server, engine, state, age, probe, status, name, probes):
+def test_ready_reports_whether_requests_are_served(server, engine, path, state, age, probe, status, name, probes):
     engine.current, engine.probe_answer = make_status(state=state, last_step_age_s=age), probe
-    response = server.http.get("/health/ready")
+    response = server.http.get(path)
     assert (response.status_code, response.json()) == (status, {"status": name, "ready": status == 200})
     assert engine.num_probes == probes
 

@@ -140,6 +140,10 @@ async def _health_ready(state: ServerState, request: Request) -> Response:
     return json_response({"status": name, "ready": ready}, status=200 if ready else 503)
 
 
+async def _version(state: ServerState, request: Request) -> Response:
+    return json_response({"version": __version__})
+
+
 async def _metrics(state: ServerState, request: Request) -> Response:
     state.metrics.event_loop_stall(*state.loop_watch.take_longest())
     return Response(state.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
@@ -254,6 +258,8 @@ ENDPOINTS = (
         "POST", "/detokenize", _detokenize, "The text of tokens.", DetokenizeRequest, '{"tokens": [1, 300, 301]}'
     ),
     Endpoint("GET", "/health", _health_ready, "The same as `/health/ready`."),
+    Endpoint("GET", "/ping", _health_ready, "The same as `/health/ready`."),
+    Endpoint("GET", "/version", _version, "The version of the server."),
     Endpoint("GET", "/health/live", _health_live, "200 while the engine runs, 503 afterwards."),
     Endpoint("GET", "/health/ready", _health_ready, "200 while requests are served, 503 otherwise."),
     Endpoint("GET", "/metrics", _metrics, "Metrics for Prometheus.", admin=True),
