@@ -74,7 +74,7 @@ class ModelStart:
         """
         if not self._keeps_files:
             return
-        self._weights = WeightCache(config, rank, self._used)
+        self._weights = WeightCache(config, rank, self._used, head)
         self._weights.begin_load()
         if self._weights.is_on and ProgramStore.fits(config):
             self._program = StoredStart(config, rank, self._used, head)

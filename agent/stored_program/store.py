@@ -39,7 +39,7 @@ class ProgramStore(ArrayCache):
 
         ``head`` is given if ``config`` is the config of a head.
         """
-        name = f"{slot_name(config, rank).removesuffix('.weights')}-{digest_of(_limits(config, head))[:12]}.program"
+        name = f"{slot_name(config, rank, head).removesuffix('.weights')}-{digest_of(_limits(config))[:12]}.program"
         super().__init__(config, "stored program", name, lambda: _fingerprint(config, rank, head), used)
 
     @staticmethod
@@ -90,19 +90,19 @@ def _fingerprint(config: Config, rank: int, head: Head | None) -> str:
     """
     return digest_of(
         {
-            "weights": fingerprint(config, rank),
+            "weights": fingerprint(config, rank, head),
             "mindspore": _version_of("mindspore"),
             "processor": _processor(),
-            **_limits(config, head),
+            **_limits(config),
             "code": code_digest(_CODE),
         }
     )
 
 
-def _limits(config: Config, head: Head | None) -> dict[str, object]:
+def _limits(config: Config) -> dict[str, object]:
     """Returns the settings that affect a graph but not the converted weights.
 
-    ``head`` is given if ``config`` is the config of a head. A model with a head hands over hidden states of its layers.
+    A model with a head hands over hidden states of the layers in ``tapped_layers``.
 
     These settings are part of the file's name. So servers of one model with different limits do not overwrite each
     other's programs.
@@ -113,7 +113,6 @@ def _limits(config: Config, head: Head | None) -> dict[str, object]:
         "kv_format": config.kv_format,
         "context": asdict(config.context),
         "tapped_layers": config.tapped_layers,
-        "head": None if head is None else asdict(head),
     }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from agent.stored_program.store import ProgramStore
+from agent.weights.cache.folder import WeightCache
 from llm_serving.config import load_config
 from llm_serving.config.draft_model import EAGLE, Head
 from performance.models.heads import eagle_variant, write_speculators_head
@@ -110,11 +111,14 @@ def drafts_of(start: dict[str, Any]) -> tuple[Any, Any]:
     return start["generated"], start["verified"]
 
 
-def test_a_program_of_a_head_with_random_weights_depends_on_its_settings() -> None:
+@pytest.mark.parametrize("store", [ProgramStore, WeightCache])
+def test_the_files_of_a_head_with_random_weights_depend_on_its_settings(
+    store: type[ProgramStore] | type[WeightCache],
+) -> None:
     """Random weights have no files. So the contents of ``config.json`` are not compared."""
     settings = ("model_config.load_format=dummy", "model_config.seed=1")
     config = load_config("llama_tiny_cpu.yaml", settings)
     head = Head(EAGLE, (1, 2, 3), config.shape.hidden_size, config.shape.vocab_size)
-    heads = (head, replace(head, layers=(2, 1, 3)), replace(head, norm_before_residual=True))
-    stores = [ProgramStore(config, 0, head=each) for each in heads]
-    assert len({each._path for each in stores}) == len({each._fingerprint() for each in stores}) == len(heads)
+    changes: list[dict[str, Any]] = [{}, {"layers": (2, 1, 3)}, {"norm_before_residual": True}, {"shares_output": True}]
+    stores = [store(config, 0, head=replace(head, **each)) for each in changes]
+    assert len({each._path for each in stores}) == len({each._fingerprint() for each in stores}) == len(changes)

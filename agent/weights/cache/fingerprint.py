@@ -13,6 +13,7 @@ from pathlib import Path
 
 from agent.kernels import kernel_isa, library_path
 from llm_serving.config import Config
+from llm_serving.config.draft_model import Head
 from llm_serving.model.source_files import describe_files
 
 _REPOSITORY = Path(__file__).resolve().parents[3]
@@ -25,24 +26,26 @@ _ARITHMETIC = ("agent/layers", "agent/step_graph", "agent/mindformers", "agent/l
 """Further packages and files whose code influences the bits and the order of stored keys and values."""
 
 
-def slot_name(config: Config, rank: int) -> str:
+def slot_name(config: Config, rank: int, head: Head | None = None) -> str:
     """Returns the file name of an agent's cached weights.
 
     The name depends on the model and the settings, but not on the contents of the checkpoint. If the checkpoint
-    changes, the new file has the same name and replaces the old file.
+    changes, the new file has the same name and replaces the old file. ``head`` is given if ``config`` is the config of
+    a head.
     """
-    return f"{config.model_name[:64]}-{digest_of(_settings(config, rank))[:20]}.weights"
+    return f"{config.model_name[:64]}-{digest_of(_settings(config, rank, head))[:20]}.weights"
 
 
-def fingerprint(config: Config, rank: int) -> str:
+def fingerprint(config: Config, rank: int, head: Head | None = None) -> str:
     """Returns a digest of everything on which an agent's converted weights depend.
 
-    Does not read the whole checkpoint, only the beginning and the end of each file.
+    Does not read the whole checkpoint, only the beginning and the end of each file. ``head`` is given if ``config`` is
+    the config of a head.
     """
-    return digest_of({"settings": _settings(config, rank), "source": _source(config), "program": _program()})
+    return digest_of({"settings": _settings(config, rank, head), "source": _source(config), "program": _program()})
 
 
-def _settings(config: Config, rank: int) -> dict[str, object]:
+def _settings(config: Config, rank: int, head: Head | None) -> dict[str, object]:
     model, parallel = config.model_config, config.parallel_config
     return {
         "model_path": model.model_path,
@@ -57,6 +60,7 @@ def _settings(config: Config, rank: int) -> dict[str, object]:
         "device": config.device,
         "isa": kernel_isa(),
         "shape": asdict(config.shape),
+        "head": None if head is None else asdict(head),
         "pools": config.pooling is not None,
         "parallel": {**asdict(parallel), "data_parallel": 1, "routing": "", "pools": None},
         "rank": rank % parallel.group_size,  # replicas have the same weights

@@ -19,6 +19,7 @@ from agent.weights.cache.entry import EntryError, EntryWriter, read_entry
 from agent.weights.cache.fingerprint import fingerprint, slot_name
 from agent.weights.storage import Array
 from llm_serving.config import Config
+from llm_serving.config.draft_model import Head
 from llm_serving.planning.machine import Machine
 from llm_serving.planning.memory_plan import estimate_rank_memory
 from llm_serving.planning.rank_memory import WEIGHTS
@@ -231,10 +232,15 @@ class ArrayCache:
 class WeightCache(ArrayCache):
     """The converted weights of one agent."""
 
-    def __init__(self, config: Config, rank: int, used: set[Path] | None = None) -> None:
-        """``rank`` is the agent's number among all agents. ``ArrayCache`` describes ``used``."""
-        name = slot_name(config, rank)
-        super().__init__(config, "converted weights", name, lambda: fingerprint(config, rank), used)
+    def __init__(
+        self, config: Config, rank: int, used: set[Path] | None = None, head: Head | None = None
+    ) -> None:
+        """``rank`` is the agent's number among all agents. ``ArrayCache`` describes ``used``.
+
+        ``head`` is given if ``config`` is the config of a head.
+        """
+        name = slot_name(config, rank, head)
+        super().__init__(config, "converted weights", name, lambda: fingerprint(config, rank, head), used)
         self._config, self._rank = config, rank
 
     @contextlib.contextmanager
