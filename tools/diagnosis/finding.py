@@ -37,3 +37,8 @@ def warning(subject: str, text: str, advice: str, source: str = "") -> Finding:
 
 def problem(subject: str, text: str, advice: str, source: str = "") -> Finding:
     return Finding(subject, Level.PROBLEM, text, advice, source)
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns a number and its noun, which is in the plural unless the number is 1."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

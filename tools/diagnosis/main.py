@@ -12,7 +12,7 @@ from typing import Any
 
 from tools.diagnosis.examination import examine
 from tools.diagnosis.explanation import UnknownThingError, explain
-from tools.diagnosis.finding import Finding, Level
+from tools.diagnosis.finding import Finding, Level, counted
 from tools.diagnosis.host import Host
 
 DEFAULT_CONFIG = "smollm2_135m_cpu.yaml"
@@ -60,10 +60,6 @@ def can_be_served(findings: Sequence[Finding]) -> bool:
     return all(finding.level < Level.PROBLEM for finding in findings)
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def _examine(options: argparse.Namespace, host: Host) -> int:
     findings = examine(host, options.config, options.overrides)
     problems = sum(finding.level is Level.PROBLEM for finding in findings)
@@ -71,7 +67,7 @@ def _examine(options: argparse.Namespace, host: Host) -> int:
     served = can_be_served(findings)
     verdict = "can be served here" if served else "cannot be served here"
     print(report(findings))
-    print(f"\n{options.config} {verdict}: {_count(problems, 'problem')}, {_count(warnings, 'warning')}")
+    print(f"\n{options.config} {verdict}: {counted(problems, 'problem')}, {counted(warnings, 'warning')}")
     rows = [{**asdict(each), "level": _WORDS[each.level]} for each in findings]
     machine = {"config": options.config, "can_be_served": served, "findings": rows}
     _write(options.json, machine)

@@ -11,7 +11,7 @@ from llm_serving.ipc.segment import SHM_DIRECTORY, SHM_PREFIX
 from llm_serving.planning.machine import Machine, control_group_available
 from llm_serving.planning.memory_plan import MemoryPlan, estimate_memory
 from llm_serving.planning.rank_memory import format_bytes
-from tools.diagnosis.finding import Finding, ok, problem, warning
+from tools.diagnosis.finding import Finding, counted, ok, problem, warning
 from tools.diagnosis.host import Host
 
 SHM_LEFTOVERS = f"{SHM_PREFIX}*"
@@ -70,7 +70,7 @@ def check_shared_memory(host: Host, needed_bytes: int, num_agents: int) -> Itera
         )
         return
     free = host.free_bytes(place)
-    agents = "1 agent" if num_agents == 1 else f"{num_agents} agents"
+    agents = counted(num_agents, "agent")
     text = f"step slots of {agents} need {format_bytes(needed_bytes)}; {format_bytes(free)} are free"
     if needed_bytes > free:
         advice = "docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm; or lower decode_batch_size"
