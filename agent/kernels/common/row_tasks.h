@@ -15,8 +15,8 @@ static inline int64_t rows_per_task(int64_t rows, int64_t width) {
 }
 
 // Calls function(begin, end) for ranges of rows that cover [0, rows), with all threads. `width` is the number of
-// elements of a row. All threads get about as many rows. A range has at most 16384 elements, or one row. Two threads
-// share the rows only if there are two times 6144 elements.
+// elements of a row. All threads get about equally many rows. A range has at most 16384 elements, or one row. Two
+// threads share the rows only if there are two times 6144 elements.
 template <class Function>
 static void for_row_ranges(int64_t rows, int64_t width, const Function& function) {
   constexpr int64_t kLeast = 6 << 10, kMost = 1 << 14;

@@ -1,8 +1,8 @@
 """Limits this server and its peers to an instruction set, for ``compare_peers.py --auto --isa``.
 
-A limited program uses the code that it has for processors without newer instructions. Environment
-variables limit some programs, and a build for the instruction set limits others. A library hides the newer instructions
-from the rest (``hide_avx512.c``). The driver of each peer checks that no thread used AVX-512.
+A limited program uses the code that it has for processors without newer instructions. Environment variables limit some
+programs, and a build for the instruction set limits others. A library hides the newer instructions from the rest
+(``hide_avx512.c``). The driver of each peer checks that no thread used AVX-512.
 
 To add an instruction set, add an entry to ``LIMITS``.
 """
@@ -86,7 +86,7 @@ def limited_environment(isa: str | None, kind: str, folder: Path) -> dict[str, s
 
 
 def limited_build(isa: str | None, kind: str) -> Mapping[str, str] | None:
-    """Returns the variables for pip that build a peer for the instruction set. None: it has no build for it."""
+    """Returns the variables with which pip builds a peer for the instruction set. None if there is no such build."""
     return None if isa is None else LIMITS[isa].builds.get(kind)
 
 
