@@ -183,8 +183,8 @@ def _error_response(state: ServerState, scope: Scope, error: Exception) -> Respo
         error.detail = f"{clip(scope['path'])} does not take {scope['method']}; use {allowed}."
     reply = error_reply(error, scope["path"])
     generation: Generation | None = scope.get(GENERATION)
-    request_id = None if generation is None else generation.request_id
-    note_error(state.log, error, reply, scope["path"], request_id)
+    request_id, is_logged = (None, False) if generation is None else (generation.request_id, generation.is_refused)
+    note_error(state.log, error, reply, scope["path"], request_id, is_logged=is_logged)
     return reply.response(request_id)
 
 

@@ -21,6 +21,7 @@ from llm_serving.errors import (
     TryLaterError,
 )
 from llm_serving.server.errors import UnavailableError
+from llm_serving.server.fields.validation import clip
 from llm_serving.telemetry.log import EventLog
 
 RETRY_AFTER_S = 1
@@ -34,6 +35,10 @@ MAX_QUOTA_RETRY_AFTER_S = 60
 minute, so the time is exact and no estimate.
 """
 INTERNAL_ERROR = "internal_error"
+_WRONG_REQUEST = frozenset({400, 404, 408, 413, 415})
+"""Statuses of errors that the client must correct. The log has an event for them. It has others for refused keys (401,
+403), and for a full queue (429).
+"""
 
 FAILURE_TEXTS = {
     "agent_lost": "An agent failed, so the server could not complete the request. Send the request again.",
@@ -145,11 +150,14 @@ def _reply(error: Exception) -> ErrorReply:
     return _failure(500, INTERNAL_ERROR)
 
 
-def note_error(log: EventLog, error: Exception, reply: ErrorReply, where: str, request_id: str | None) -> None:
+def note_error(
+    log: EventLog, error: Exception, reply: ErrorReply, where: str, request_id: str | None, *, is_logged: bool = False
+) -> None:
     """Logs the details of a failure, because the client gets only a general message. ``where`` is the URL's path.
 
     ``request_id`` is the id in the response, or None if the body was not read. An unexpected exception is logged with
-    its traceback.
+    its traceback. A wrong request is logged without its message, which may quote the prompt, and not at all if
+    ``is_logged`` says that the log already has its refusal.
     """
     if isinstance(error, AgentError | EngineFailedError):
         log.error(str(error), event="request_failed", request_id=request_id, where=where, code=reply.code)
@@ -161,6 +169,11 @@ def note_error(log: EventLog, error: Exception, reply: ErrorReply, where: str, r
             request_id=request_id,
             where=where,
             traceback=trace,
+        )
+    elif isinstance(error, RequestError) and reply.status in _WRONG_REQUEST and not is_logged:
+        named = {} if request_id is None else {"request_id": request_id}
+        log.event(
+            "request_invalid", **named, where=clip(where), status=reply.status, code=reply.code, param=reply.param
         )
 
 

@@ -285,6 +285,18 @@ EVENTS: Mapping[str, LogEvent] = {
         {"request_id": "id of the request; absent if its body was not read", "code": "error code", "message": "reason"},
         max_per_s=20,
     ),
+    "request_invalid": LogEvent(
+        "A request was wrong: its fields, its body, or the name of its model. The client has the message. The log does "
+        "not have it, because it may quote the prompt. At most 20 lines per second are written.",
+        {
+            "request_id": "id of the request; absent if its body was not read",
+            "where": "path of the URL",
+            "status": "status of the response: 400, 404, 408, 413 or 415",
+            "code": "error code",
+            "param": "the wrong field, or null",
+        },
+        max_per_s=20,
+    ),
     "event_loop_blocked": LogEvent(
         "The event loop served no client for a time in which the server's process was busy. At most 5 lines per "
         "second are written. Without an active request, the loop is measured only for 0.1 s after a client has sent "

@@ -294,6 +294,11 @@ class Generation:
             return DeadlineExceededError(piece.error, param="deadline_ms")
         return UnavailableError("The request was aborted by the server.", "aborted")
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether the engine refused a choice, and the log has this refusal."""
+        return self._is_refused
+
     def note_refusal(self, error: Exception) -> None:
         """Logs that the engine refused a choice. For each request, only the first refusal is logged."""
         if self._is_refused or not isinstance(error, RequestError):

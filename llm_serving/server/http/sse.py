@@ -133,7 +133,8 @@ class EventStream:
             self.status_code = 499
         except Exception as error:
             reply = error_reply(error, scope["path"])
-            note_error(state.log, error, reply, scope["path"], generation.request_id)
+            path, is_logged = scope["path"], generation.is_refused
+            note_error(state.log, error, reply, path, generation.request_id, is_logged=is_logged)
             channel.detach()
             if self._started:
                 await self._write_parts(channel)
