@@ -98,17 +98,17 @@ LLMK_INLINE void multiply_tile() {
 // true, there are two panels. Tiles 0 and 1 have the sums of the upper rows, tiles 2 and 3 those of the lower rows.
 //
 // The function at(step, column) returns the address of the 16 units that panel number `column` has for a step. These
-// units are `stride` bytes apart.
+// units are `stride` bytes apart. If `loaded`, tiles 4 and 5 already have the rows of the only step.
 template <class F, bool kScores, bool kLower, class At>
 LLMK_INLINE void multiply_tiles(const TileRows<F>& rows, int64_t begin, int64_t end, int64_t columns, int64_t stride,
-                                TileFetch* fetch, const At& at) {
+                                TileFetch* fetch, const At& at, bool loaded = false) {
   for (int64_t s = begin; s < end; ++s) {
     if (fetch != nullptr) fetch->some(kAmxSteps * columns);
-    load_tile<4>(rows.upper + s * kAmxSteps, rows.stride * 4);
+    if (!loaded) load_tile<4>(rows.upper + s * kAmxSteps, rows.stride * 4);
     load_tile<6>(at(s, 0), stride);
     multiply_tile<F, kScores, 0, 4, 6>();
     if constexpr (kLower) {
-      load_tile<5>(rows.lower + s * kAmxSteps, rows.stride * 4);
+      if (!loaded) load_tile<5>(rows.lower + s * kAmxSteps, rows.stride * 4);
       multiply_tile<F, kScores, 2, 5, 6>();
     }
     load_tile<7>(at(s, 1), stride);
@@ -185,9 +185,9 @@ LLMK_INLINE void keep_scores(const TaskRows& all, const TilePanels& panels, int6
   if constexpr (F::kPasses == 1) {
     store_sums(out, kScoreStride, both, 4);
   } else {
+    const Vec scales[2] = {load(panels.key_scales + g * kLanes), load(panels.key_scales + (g + 1) * kLanes)};
     join_passes<P>(rows, all.offsets + row, [&](int64_t r, int i, typename P::Acc total) {
-      const Vec scales = load(panels.key_scales + (g + i) * kLanes);
-      store(out + r * kScoreStride + i * kLanes, mul(P::result(total), scales));
+      store(out + r * kScoreStride + i * kLanes, mul(P::result(total), scales[i]));
     });
   }
 }
@@ -321,7 +321,8 @@ class TileWork {
                      : panels_->values[s] + (column + i) * kLanes;
     };
     const int64_t stride = kScores ? kGroupKeys : panels_->value_stride;
-    multiply_tiles<F, kScores, true>(kScores ? queries_ : weights_, s, s + 1, 2, stride * 4, nullptr, panel);
+    const bool loaded = kScores && at->steps == 1 && column > 0;  // all columns multiply the same queries
+    multiply_tiles<F, kScores, true>(kScores ? queries_ : weights_, s, s + 1, 2, stride * 4, nullptr, panel, loaded);
     if (++at->step < at->steps) return;
     at->step = 0;
     ++at->column;

@@ -45,15 +45,18 @@ static inline void start_totals(const RotaryAttentionArgs& args, const PagedTask
 template <class F>
 static inline void place_queries(const RotaryAttentionArgs& args, const PagedTask& task, int64_t h, float* buffer,
                                  TaskRows* all) {
-  const int64_t group = args.heads / args.kv_heads;
+  const int64_t group = args.heads / args.kv_heads, first_head = (task.head + h) * group;
+  int64_t token = args.query_starts[task.seq] + task.first_row / group, head = first_head + task.first_row % group;
   for (int64_t row = 0; row < task.rows; ++row) {
-    const int64_t token = args.query_starts[task.seq] + (task.first_row + row) / group, number = h * task.rows + row;
-    const int64_t head = (task.head + h) * group + (task.first_row + row) % group;
+    const int64_t number = h * task.rows + row;
     if (row + kLoadAhead * group < task.rows) prefetch_head(args, token + kLoadAhead, head);
     load_rotated(args, token, head, buffer);
     all->factors[number] = args.scale * kLog2E;
     F::pack_query(buffer, args.dim, all->queries + number * F::kRowWords * all->query_units, all->query_units,
                   all->factors + number, all->offsets + number);
+    if (++head < first_head + group) continue;
+    head = first_head;
+    ++token;
   }
 }
 

@@ -71,10 +71,14 @@ struct ByteForm {
       total = add(total, q);
       put(d, q);
     }
+#ifdef LLMK_VEC_AVX512
+    *offset = -128 * _mm512_reduce_add_epi32(total.v);
+#else
     int32_t parts[kLanes], sum = 0;
     store_ints(parts, total);
     for (const int32_t part : parts) sum += part;
     *offset = -128 * sum;
+#endif
     *factor *= most / kLargestQuery;
   }
 
