@@ -48,6 +48,7 @@ from llm_serving.config.validation import (
     check_sum_parts,
     note_drafts,
     note_lengths,
+    note_step_tokens,
 )
 from llm_serving.config.weight_checks import check_group, check_native_weights, check_stored_format
 from llm_serving.errors import CheckpointError
@@ -179,8 +180,8 @@ class Resolver:
         )
         for check in _CHECKS:
             check(self._raw, config)
-        notes = (*config.notes, *note_lengths(self._raw, config), *note_drafts(self._raw, config))
-        return replace(config, notes=notes)
+        found = [note for make in (note_lengths, note_step_tokens, note_drafts) for note in make(self._raw, config)]
+        return replace(config, notes=(*config.notes, *found))
 
     def _processing(self, folder: Path | None, shape: ModelShape) -> ImageProcessing | None:
         """Reads from the model folder how to resize and split images. Returns None if the model reads no images."""

@@ -315,6 +315,23 @@ def note_lengths(raw: RawConfig, config: Config) -> tuple[str, ...]:
     )
 
 
+def note_step_tokens(raw: RawConfig, config: Config) -> tuple[str, ...]:
+    """Returns a note for the log if the command line allows more tokens in a step than its sequences can have."""
+    key, value = "scheduler_config.max_num_batched_tokens", config.scheduler_config.max_num_batched_tokens
+    most = config.max_num_batched_tokens
+    if value is None or value <= most or not raw.is_overridden(key):
+        return ()
+    sequences, limit = config.max_prefill_seqs, "model_config.prefill_batch_size"
+    if config.max_num_seqs < max(config.model_config.prefill_batch_size):
+        is_set = config.scheduler_config.max_num_seqs is not None
+        limit = "scheduler_config.max_num_seqs" if is_set else "model_config.decode_batch_size"
+    plural = "" if sequences == 1 else "s"
+    reason = f"a prefill step has at most {sequences} sequence{plural} ({limit}) of {config.max_model_len} tokens"
+    if most > sequences * config.max_model_len:
+        reason = f"{reason}, and a decode step has at most {most}"
+    return (str(raw.error(key, value, f"a step has at most {most} tokens, because {reason}")),)
+
+
 def _is_auto(raw: RawConfig, key: str) -> bool:
     """Returns whether a key has the value ``auto`` or ``[auto]``."""
     section, _, name = key.partition(".")

@@ -151,6 +151,42 @@ def test_a_note_names_the_limit_of_a_length_on_the_command_line(settings: list[s
         assert text.format("a sequence has at most 2048 tokens, because") in note
 
 
+STEP = "scheduler_config.max_num_batched_tokens"
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["model_config.prefill_batch_size=[4]"], "4 sequences (model_config.prefill_batch_size) of 2048 tokens"),
+        (
+            ["model_config.prefill_batch_size=[4]", "scheduler_config.max_num_seqs=3"],
+            "3 sequences (scheduler_config.max_num_seqs) of 2048 tokens",
+        ),
+        (
+            ["model_config.prefill_batch_size=[4]", "model_config.decode_batch_size=[2]"],
+            "2 sequences (model_config.decode_batch_size) of 2048 tokens",
+        ),
+    ],
+)
+def test_a_note_says_that_a_step_has_fewer_tokens_than_the_command_line(settings: list[str], expected: str) -> None:
+    full = int(expected[0]) * 2048
+    config = load_config(TINY, [*settings, f"{STEP}=100000"])
+    assert config.max_num_batched_tokens == full
+    [note] = config.notes
+    assert f"{STEP} = 100000: a step has at most {full} tokens, because a prefill step has at most {expected}" in note
+    assert load_config(TINY, [*settings, f"{STEP}={full}"]).notes == ()
+
+
+def test_the_note_names_the_decode_step_if_it_is_larger_than_a_prefill_step() -> None:
+    sizes = ["model_config.prefill_batch_size=[1]", "model_config.decode_batch_size=[32]"]
+    lengths = ["model_config.max_generate_length=16", "pa_config.decode_seq_length=auto"]
+    [note] = load_config(TINY, [*sizes, *lengths, f"{STEP}=64"]).notes
+    assert note.endswith(
+        "a step has at most 32 tokens, because a prefill step has at most 1 sequence "
+        "(model_config.prefill_batch_size) of 16 tokens, and a decode step has at most 32"
+    )
+
+
 def test_a_large_decode_step_gets_no_more_tokens_for_drafts(folder: Path) -> None:
     config = load_config(TINY, [f"model_config.model_path={folder}", "model_config.decode_batch_size=[4, 30]"])
     assert (config.max_decode_seqs, config.max_decode_entries, config.max_step_seqs) == (30, 30, 30)
