@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = [*deployments(), *VARIANTS]
     set_up()
     failures = sum(check_config(name, options.overrides, write=options.write) for name in names)
-    print(f"{len(names)} configs, {failures} graphs failed")
+    _write(f"{len(names)} configs, {failures} graphs failed")
     return 1 if failures else 0
 
 
@@ -67,12 +67,12 @@ def check_config(name: str, overrides: Sequence[str] = (), *, write: bool = Fals
     name, settings = variant_of(name)
     golden = None if overrides else stem
     if _is_mindformers(name):
-        print(f"skip {stem}: model_type mindformers, whose graph belongs to that package (docs/mindformers.md)")
+        _write(f"skip {stem}: model_type mindformers, whose graph belongs to that package (docs/mindformers.md)")
         return 0
     try:
         config = ascend_config(name, [*settings, *overrides])
     except LLMServingError as error:
-        print(f"FAIL {stem}: {error}")
+        _write(f"FAIL {stem}: {error}")
         return 1
     failures, start = 0, time.perf_counter()
     try:
@@ -82,12 +82,17 @@ def check_config(name: str, overrides: Sequence[str] = (), *, write: bool = Fals
             size = (
                 f"{config.shape.num_layers} layers, {len(graph.nodes)} nodes{_fusion(graph, config)}, {seconds:.1f} s"
             )
-            print(f"{'FAIL' if problems else 'ok  '} {stem} {kind}: {size}", *_cut(problems), sep="\n       ")
+            _write(f"{'FAIL' if problems else 'ok  '} {stem} {kind}: {size}", *_cut(problems))
             failures += bool(problems)
     except (LLMServingError, RuntimeError, TypeError, ValueError) as error:
-        print(f"FAIL {stem}: the front end rejects a graph", *_cut(str(error).strip().splitlines()), sep="\n       ")
+        _write(f"FAIL {stem}: the front end rejects a graph", *_cut(str(error).strip().splitlines()))
         failures += 1
     return failures
+
+
+def _write(line: str, *details: str) -> None:
+    """Prints a line and its details immediately, because a check takes long and its output may go to a file."""
+    print(line, *details, sep="\n       ", flush=True)
 
 
 def _fusion(graph: Graph, config: Config) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 
 from support.forked_programs import run_forked
 from support.sweeps import with_sweeps
+from support.time_limits import time_limit
 from tools.ascend_graph.variants import VARIANTS, deployments
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -267,6 +270,17 @@ def test_a_mindformers_config_is_skipped_with_a_message(tmp_path: Path) -> None:
     process = run("tools/check_ascend_graph.py", "qwen3_mindformers.yaml", folder=tmp_path)
     assert process.returncode == 0, process.stdout + process.stderr[-2000:]
     assert process.stdout.startswith("skip qwen3_mindformers: model_type mindformers")
+
+
+def test_each_line_is_written_at_once() -> None:
+    """A process that ends with ``os._exit`` loses text that it has not flushed."""
+    check = "from tools.check_ascend_graph import check_config; check_config('qwen3_mindformers.yaml')"
+    program = [sys.executable, "-c", f"import os; {check}; os._exit(0)"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    process = subprocess.run(
+        program, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=time_limit(60)
+    )
+    assert process.stdout.startswith("skip qwen3_mindformers: ")
 
 
 def test_a_config_that_ascend_does_not_support_fails(tmp_path: Path) -> None:
