@@ -68,6 +68,7 @@ struct PlainForm {
     constexpr int C = R == 1 && Step::columns(1) > 2 ? 2 : Step::columns(R);
     const typename Step::X* x =
         static_cast<const typename Step::X*>(job.x) + row * job.x_stride + piece.begin * Step::kDepth;
+    const int64_t steps = piece.end - piece.begin;
     for (int v = 0; v < 4; v += C) {
       typename Step::Sum total[R][C];
       LLMK_UNROLL
@@ -79,7 +80,6 @@ struct PlainForm {
           start(job, row + i / C, &total[i / C][i % C]);
         }
       }
-      const int64_t steps = piece.end - piece.begin;
       if (piece.adapters == nullptr) {
         sum_steps<Step, R, C, kLines, kTile>(piece.weights, piece.half_bytes, v, x, job.x_stride, steps, next, total);
       } else {
@@ -87,14 +87,14 @@ struct PlainForm {
           piece.adapters->fetch(kAdapterLines);
           sum_steps<Step, R, C, kLines, kTile>(piece.weights + s * 2 * Step::kVectorBytes, piece.half_bytes, v,
                                                x + s * Step::kDepth, job.x_stride, smaller(kAdapterSteps, steps - s),
-                                               next + s * kLines * 64, total);
+                                               next + s * kFetchBytes<Step, C, kLines>, total);
         }
       }
       LLMK_UNROLL
       for (int i = 0; i < R * C; ++i) {
         store_sum(sums + i / C * kPanelColumns + (v + i % C) * kLanes, total[i / C][i % C]);
       }
-      next += (piece.end - piece.begin) * kLines * 64;
+      next += steps * kFetchBytes<Step, C, kLines>;
     }
   }
 
@@ -132,7 +132,7 @@ struct GroupedForm {
       for (Group group(job, piece, row); group.number < piece.end; group.advance(job)) {
         if (piece.adapters != nullptr) piece.adapters->fetch(kAdapterLines);
         add_group<R, C, kLines>(job, group, v, next, total);
-        next += group.steps * kLines * 64;
+        next += group.steps * kFetchBytes<Step, C, kLines>;
       }
       finish<R, C>(v, total, sums);
     }
@@ -259,11 +259,9 @@ static inline void piece_rows(const LinearJob& job, const Piece& piece, int64_t 
     } else if (tiles == 1) {
       any_tile<Form, 4, 1, kTall>(job, piece, first, count, tile_sums, nullptr);
     } else if (tall) {
-      // Two tall tiles prefetch the whole next piece with one cache line per step: a tall tile reads a panel in two
-      // halves, so it takes twice as many steps as other tiles.
       const uint8_t* next = piece.next + t * piece.next_half_bytes;
       if constexpr (kTall > kMost) {
-        any_tile<Form, 1, Heights::kLeastOfTwoTall, kMostTallTilesRows / 2>(job, piece, first, count, tile_sums, next);
+        any_tile<Form, 2, Heights::kLeastOfTwoTall, kMostTallTilesRows / 2>(job, piece, first, count, tile_sums, next);
       }
     } else if (t >= fetching) {
       any_tile<Form, 0, Heights::kLeastOfThree, kMost>(job, piece, first, count, tile_sums, nullptr);

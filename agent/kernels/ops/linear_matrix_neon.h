@@ -66,8 +66,8 @@ struct MatrixStep : MatrixTiles {
     load_sums<R>(total, sums);
     const auto fetch = [&](const uint8_t* step) {
       if (kLines == 4) fetch_ahead(step);
-      for (int i = 0; i < kLines && kLines < 4; ++i) __builtin_prefetch(next + i * 64, 0, 2);
-      next += kLines * 64;
+      if (kLines == 1 || kLines == 2) fetch_next<kFetchBytes<MatrixStep, C, kLines>>(next);
+      next += kFetchBytes<MatrixStep, C, kLines>;
     };
     const auto multiply = [&](const int32x4_t (&pairs)[kPairs], int p, int32x4_t first, int32x4_t second) {
       const int32x4_t low = vzip1q_s32(first, second), high = vzip2q_s32(first, second);

@@ -50,9 +50,8 @@ struct NibbleStep : WideTiles {
     for (int c = 0; c < C; ++c) at[c] = w + (v + c) / 2 * half_bytes + (v + c) % 2 * 64;
     Ints sums[R][C];
     const auto add_step = [&] {
-      if (kLines == 1 || kLines == 2) __builtin_prefetch(next, 0, 2);
-      if (kLines == 2) __builtin_prefetch(next + 64, 0, 2);
-      next += kLines * 64;
+      if (kLines == 1 || kLines == 2) fetch_next<kFetchBytes<NibbleStep, C, kLines>>(next);
+      next += kFetchBytes<NibbleStep, C, kLines>;
       LLMK_UNROLL
       for (int i = 0; i < 2 * C; ++i) {
         const int c = i / 2, part = i % 2;

@@ -38,9 +38,8 @@ struct NibbleStep : WideTiles {
     for (int c = 0; c < C; ++c) at[c] = w + (v + c) / 2 * half_bytes + (v + c) % 2 * 64;
     for (int64_t s = 0; s < steps; ++s, x += kDepth) {
       if (kLines == 1 || kLines == 2) {
-        __builtin_prefetch(next, 0, 2);
-        if (kLines == 2) __builtin_prefetch(next + 64, 0, 2);
-        next += kLines * 64;
+        fetch_next<kFetchBytes<NibbleStep, C, kLines>>(next);
+        next += kFetchBytes<NibbleStep, C, kLines>;
       }
       LLMK_UNROLL
       for (int c = 0; c < C; ++c) {

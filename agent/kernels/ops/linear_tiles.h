@@ -175,9 +175,9 @@ struct NibbleStep : ByteTiles {
 };
 #endif
 
-// How tiles prefetch weights. The template argument kLines is the number of cache lines that a tile prefetches per
-// step. It depends on the number of tiles into which the rows of a task are divided. (linear_driver.h describes tasks
-// and pieces.)
+// How tiles prefetch weights. The template argument kLines is the number of cache lines that a tile prefetches per step
+// of a panel, if a panel has 256 bytes per step. It depends on the number of tiles into which the rows of a task are
+// divided. (linear_driver.h describes tasks and pieces.)
 //
 //  4: If there is one tile, it prefetches its own weights, kFetchAhead bytes ahead.
 //  2: If there are two or three tiles, two of them each prefetch half of the next piece of the weights, at `next`.
@@ -193,6 +193,19 @@ constexpr int kFetchLocality = 3;
 constexpr int kFetchLocality = 2;
 #endif
 LLMK_INLINE void fetch_ahead(const uint8_t* p) { __builtin_prefetch(p + kFetchAhead, 0, kFetchLocality); }
+
+// Number of bytes of the next piece that a tile of C vectors prefetches in each of its steps, if kLines is 1 or 2. The
+// tile passes through a panel 4 / C times, and each pass prefetches an equal part. Requests at a constant rate wait less
+// for memory. If the number is less than a cache line, consecutive steps prefetch the same line.
+template <class Step, int C, int kLines>
+constexpr int64_t kFetchBytes = Step::kVectorBytes * C * kLines / 4;
+
+// Prefetches kBytes bytes, or their cache line if they are fewer than a line.
+template <int64_t kBytes>
+LLMK_INLINE void fetch_next(const uint8_t* next) {
+  LLMK_UNROLL
+  for (int64_t at = 0; at < kBytes; at += 64) __builtin_prefetch(next + at, 0, 2);
+}
 
 }  // namespace llmk::LLMK_ARCH
 
@@ -268,9 +281,8 @@ LLMK_INLINE void sum_in_order(const uint8_t* w, int64_t half_bytes, int v, const
     w += 2 * tile;
     for (int64_t s = 0; s < count; ++s, x += Step::kDepth) {
       if (kLines == 1 || kLines == 2) {
-        __builtin_prefetch(next, 0, 2);
-        if (kLines == 2) __builtin_prefetch(next + 64, 0, 2);
-        next += kLines * 64;
+        fetch_next<kFetchBytes<Step, C, kLines>>(next);
+        next += kFetchBytes<Step, C, kLines>;
       }
       multiply_step<Step, R, C, kLines>(at, x, x_stride, total);
       LLMK_UNROLL
