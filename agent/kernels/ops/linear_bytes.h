@@ -6,6 +6,7 @@
 #endif
 #if defined(LLMK_VEC_AVX2) && !defined(LLMK_VNNI)
 #include "linear_expanded_avx2.h"
+#include "linear_words_avx2.h"
 #endif
 
 namespace llmk::LLMK_ARCH {
@@ -56,6 +57,7 @@ static void run_bytes(LinearJob* job) {
   if (nibbles && GroupedNibbles::fits(*job)) return run_panels<GroupedNibbles>(*job);
   if (!nibbles) rows_as_words(job);
   if (!nibbles && grouped && GroupedWords::fits(*job)) return run_panels<GroupedWords>(*job);
+  if (!nibbles && !grouped && PlainWords::fits(*job)) return run_panels<PlainWords>(*job);
 #endif
 #ifdef LLMK_AMX
   if (nibbles && GroupedTiles<NibbleStep>::fits(*job)) return run_tiles<GroupedTiles<NibbleStep>>(*job);

@@ -30,8 +30,8 @@ struct Piece {
   const uint8_t* next;      // weights of the next piece, which is about as large as this piece
   int64_t next_half_bytes;  // `half_bytes` of the next piece
   AdapterFetch* adapters;   // prefetches the parts of adapters for this panel; null: no row has an adapter
-  // Only for ExpandedGroups (linear_expanded_avx2.h): memory for the expanded weights of the piece, and the first row
-  // of the tile that writes them. Null: there is only one tile.
+  // Only for ExpandedGroups (linear_expanded_avx2.h) and PlainWords (linear_words_avx2.h): memory for the expanded
+  // weights of the piece, and the first row of the tile that writes them. Null: there is only one tile.
   uint8_t* expanded;
   int64_t expanding_row;
 };
