@@ -20,6 +20,13 @@ namespace llmk::LLMK_ARCH {
 
 constexpr int64_t kBlockRows = 256;
 constexpr int64_t kPieceBytes = 384 << 10;
+// Size of a piece if the rows form several tiles. With AVX2, a tile of several rows passes through a piece several
+// times. If pieces are short, the activations stay in the L1 cache meanwhile.
+#ifdef LLMK_VEC_AVX2
+constexpr int64_t kTilesPieceBytes = 40 << 10;
+#else
+constexpr int64_t kTilesPieceBytes = kPieceBytes;
+#endif
 
 // A part of the depth of one panel. `begin` and `end` count steps in PlainForm and groups in GroupedForm.
 struct Piece {
@@ -51,7 +58,7 @@ struct PlainForm {
   // A unit is the smallest range of the depth that a piece may have. It is a step here, and a quantisation group in
   // GroupedForm.
   // Returns the number of bytes that a piece should have. The argument is the number of rows of a task.
-  static int64_t piece_bytes(int64_t) { return kPieceBytes; }
+  static int64_t piece_bytes(int64_t rows) { return rows > Step::kMostRows ? kTilesPieceBytes : kPieceBytes; }
   // Sets the members of a piece that only some forms have. The arguments are the first row and the number of rows.
   static void prepare(const LinearJob&, int64_t, int64_t, Piece*) {}
   static int64_t units(const WeightShape& shape) { return shape.steps; }
@@ -113,7 +120,7 @@ struct GroupedForm {
   using Step = S;
   static constexpr int kTallRows = Step::kMostRows;  // no tall tiles, because the float totals also need registers
   static constexpr int64_t kWholeUnits = 1;
-  static int64_t piece_bytes(int64_t) { return kPieceBytes; }
+  static int64_t piece_bytes(int64_t rows) { return rows > Step::kMostRows ? kTilesPieceBytes : kPieceBytes; }
   static void prepare(const LinearJob&, int64_t, int64_t, Piece*) {}
   static int64_t units(const WeightShape& shape) { return shape.groups; }
   static int64_t unit_bytes(const WeightShape& shape) {
