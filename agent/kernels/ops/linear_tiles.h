@@ -195,8 +195,8 @@ constexpr int kFetchLocality = 2;
 LLMK_INLINE void fetch_ahead(const uint8_t* p) { __builtin_prefetch(p + kFetchAhead, 0, kFetchLocality); }
 
 // Number of bytes of the next piece that a tile of C vectors prefetches in each of its steps, if kLines is 1 or 2. The
-// tile passes through a panel 4 / C times, and each pass prefetches an equal part. Requests at a constant rate wait less
-// for memory. If the number is less than a cache line, consecutive steps prefetch the same line.
+// tile passes through a panel 4 / C times, and each pass prefetches an equal part. Requests at a constant rate wait
+// less for memory. If the number is less than a cache line, consecutive steps prefetch the same line.
 template <class Step, int C, int kLines>
 constexpr int64_t kFetchBytes = Step::kVectorBytes * C * kLines / 4;
 

@@ -68,8 +68,8 @@ struct PlainWords : PlainForm<ByteStep> {
     }
   }
 
-  // Adds the products of at least one step, for R rows and 16 columns. If kStores, reads bytes and stores
-  // them as words. Otherwise reads the words.
+  // Adds the products of at least one step, for R rows and 16 columns. If kStores, reads bytes and stores them
+  // as words. Otherwise reads the words.
   template <int R, int kLines, bool kStores>
   LLMK_INLINE void add_steps(const uint8_t* weights, uint8_t* words, int64_t steps, const int16_t* x, int64_t x_stride,
                              const uint8_t* next, Ints (&total)[R]) {
