@@ -20,13 +20,9 @@ namespace llmk::LLMK_ARCH {
 
 constexpr int64_t kBlockRows = 256;
 constexpr int64_t kPieceBytes = 384 << 10;
-// Size of a piece if the rows form several tiles. With AVX2, a tile of several rows passes through a piece several
-// times. If pieces are short, the activations stay in the L1 cache meanwhile.
-#ifdef LLMK_VEC_AVX2
+// Size of a piece if the rows form several tiles. A tile of several rows may pass through a piece several times. If
+// pieces are short, the activations stay in the L1 cache meanwhile.
 constexpr int64_t kTilesPieceBytes = 40 << 10;
-#else
-constexpr int64_t kTilesPieceBytes = kPieceBytes;
-#endif
 
 // A part of the depth of one panel. `begin` and `end` count steps in PlainForm and groups in GroupedForm.
 struct Piece {
