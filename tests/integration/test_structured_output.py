@@ -258,7 +258,8 @@ def test_a_killed_agent_changes_no_constrained_text(plain: ServerProcess) -> Non
     bodies = [body | {"max_tokens": 250, "temperature": 1} for body in requests(8)]
     expected = [answer(plain, body) for body in bodies]
     with ThreadPoolExecutor(len(bodies)) as pool:
-        pending = [pool.submit(answer, plain, body) for body in bodies]
+        with plain.arrivals(len(bodies)):  # a request that arrives after the kill gets a 503
+            pending = [pool.submit(answer, plain, body) for body in bodies]
         plain.agents()[0].kill()
         assert [each.result() for each in pending] == expected
 

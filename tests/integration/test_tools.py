@@ -193,6 +193,7 @@ def test_a_killed_agent_changes_no_reasoning(thinking: ServerProcess) -> None:
     budgets = range(8, 16)
     alone = [think(thinking, budget, max_tokens=90)["choice"] for budget in budgets]
     with ThreadPoolExecutor(len(budgets)) as pool:
-        pending = [pool.submit(think, thinking, budget, max_tokens=90) for budget in budgets]
+        with thinking.arrivals(len(budgets)):  # a request that arrives after the kill gets a 503
+            pending = [pool.submit(think, thinking, budget, max_tokens=90) for budget in budgets]
         thinking.agents()[0].kill()
         assert [each.result()["choice"] for each in pending] == alone

@@ -261,7 +261,9 @@ def test_kept_pieces_of_a_failed_stream_are_written_in_parts():
             raise UnavailableError("The engine failed.", "engine_failed")
 
         state = SimpleNamespace(active=SimpleNamespace(this_task=contextlib.nullcontext), log=None)
-        generation = SimpleNamespace(choices=[CHOICE], request_id="a", state=state, open=open_and_fail)
+        generation = SimpleNamespace(
+            choices=[CHOICE], request_id="a", state=state, open=open_and_fail, is_refused=False
+        )
         stream = EventStream(generation, TextOnly())
         await stream({STREAM_CHANNEL: channel, "path": "/"}, None, None)
         assert channel.written == [*(str(number).encode() for number in range(count)), b"error"]
@@ -362,7 +364,7 @@ def test_an_error_follows_whole_events(reason):
     async def run():
         stream, channel = long_stream(), CountedChannel()
         state = SimpleNamespace(active=ActiveRequests(), log=SimpleNamespace(event=lambda *args, **fields: None))
-        stream._generation.state = state
+        stream._generation.state, stream._generation.is_refused = state, False
 
         async def opened(sink, *, streamed):
             stream.push(0, long_piece("a", reason))

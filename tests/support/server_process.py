@@ -166,6 +166,15 @@ class ServerProcess:
             assert time.monotonic() < deadline, f"not idle after {timeout_s} s: {engine}"
             time.sleep(0.05)
 
+    @contextlib.contextmanager
+    def arrivals(self, number: int, timeout_s: float = 30.0) -> Iterator[None]:
+        """At the end of this context, waits until ``number`` requests have arrived since its beginning."""
+        before, deadline = len(self.events("request_arrival")), time.monotonic() + time_limit(timeout_s)
+        yield
+        while len(self.events("request_arrival")) < before + number:
+            assert time.monotonic() < deadline, f"{number} requests did not arrive within {timeout_s} s"
+            time.sleep(0.005)
+
     def wait_end(self, timeout_s: float = 20.0) -> int:
         """Waits until the process ends by itself. Returns its exit code."""
         return self._process.wait(timeout=time_limit(timeout_s))
