@@ -119,15 +119,15 @@ def test_a_server_of_which_a_part_dies_ends_with_an_error_code(tmp_path, shallow
 
 def test_of_many_streams_only_the_request_that_kills_its_agent_fails(tmp_path, shallow):
     """No stream loses or repeats a token, although all clients have received tokens before the loss."""
-    settings = [shallow, "model_config.decode_batch_size=[17]", "pa_config.num_blocks=1024"]
+    settings = [shallow, "model_config.decode_batch_size=[9]", "pa_config.num_blocks=1024"]
     settings += ["speculative_config.method=off"]  # so that a text has a step for each token
     server = ServerProcess(tmp_path, settings, faulty=["poison", str(tmp_path / "none")]).wait_ready()
     with contextlib.ExitStack() as owned:
         owned.callback(server.stop)
-        bodies = [LONG | {"prompt": [1, 300 + index], "max_tokens": 200} for index in range(16)]
+        bodies = [LONG | {"prompt": [1, 300 + index], "max_tokens": 500} for index in range(8)]
         expected = [ids_of(server.post("/v1/completions", body)) for body in bodies]
         received = [bytearray() for _ in bodies]
-        with concurrent.futures.ThreadPoolExecutor(17) as pool:
+        with concurrent.futures.ThreadPoolExecutor(9) as pool:
             streams = [
                 pool.submit(server.stream, "/v1/completions", body, content)
                 for body, content in zip(bodies, received, strict=True)
@@ -135,12 +135,12 @@ def test_of_many_streams_only_the_request_that_kills_its_agent_fails(tmp_path, s
             wait_for(lambda: all(received))
             poisoned = pool.submit(server.post, "/v1/completions", LONG | {"prompt": [1, *POISON]})
             assert poisoned.result()["error"]["code"] == "agent_lost_twice"
-            assert [stream.result() for stream in streams] == [None] * 16
+            assert [stream.result() for stream in streams] == [None] * 8
         assert [ids_of_stream(content) for content in received] == expected
         assert len(server.events("agent_lost")) == 2
         lost = server.events("agent_lost")[0]["time"]
         ends = [event["time"] for event in server.events("request_end") if event["finish_reason"] == "length"]
-        assert sum(end > lost for end in ends) == 16, "streams ended before the loss"
+        assert sum(end > lost for end in ends) == 8, "streams ended before the loss"
         server.wait_until_idle()
 
 
